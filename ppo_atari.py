@@ -79,7 +79,9 @@ class Args:
     bf16: bool = False  # networks in bfloat16 (autocast), other matrix products in TF32
     exp_name: str = "ppo_atari"  # name of the experiment, part of the folder's name
     run_dir: str = "runs"  # where run folders are made
-    checkpoint_every: int = 500  # iterations between checkpoints, where games start anew; 0 writes none
+    checkpoint_every: int | None = (
+        None  # iterations; episodes restart there; 0 never, default each 51,200 steps per env
+    )
     resume: str | None = None  # run folder to go on with; its flags are the defaults
     evaluate: str | None = None  # run folder whose policy plays, without training
     eval_episodes: int = 10  # full games to play
@@ -436,6 +438,7 @@ class Run:
         self.iteration, scores = restore(args.resume, device, **parts) if args.resume else (0, [])
         self.batch_size = args.num_envs * args.num_steps
         self.first, self.last = self.iteration, int(args.total_timesteps) // self.batch_size
+        self.every = -(-51_200 // args.num_steps) if args.checkpoint_every is None else args.checkpoint_every
         self.scores, self.metrics, self.said = deque[float](scores, maxlen=100), dict[str, float](), set[str]()
         self.finished: list[tuple[int, float, int]] = []
         self.film: Film | None = None
@@ -472,7 +475,7 @@ class Run:
 
     def starts_afresh(self, iteration: int) -> bool:
         """Generators and environments restart at the start and after each checkpoint, which makes resuming exact."""
-        return iteration == self.first or iteration % (self.args.checkpoint_every or self.last) == 0
+        return iteration == self.first or iteration % (self.every or self.last) == 0
 
     def compile(self, function: Any) -> Any:
         mode = "reduce-overhead" if self.device.type == "cuda" else "default"
@@ -494,6 +497,9 @@ class Run:
         ]
         if bad:
             raise FloatingPointError(f"{bad[0]} in iteration {self.iteration + 1}; nothing of it was saved")
+        for part in self.parts.values():
+            if hasattr(part, "share"):  # statistics that each process has gathered on its own
+                part.share()
         everyone = [self.finished] * WORLD
         if WORLD > 1:
             dist.all_gather_object(everyone, self.finished)
@@ -509,9 +515,7 @@ class Run:
             for name, value in self.metrics.items():
                 self.writer.add_scalar(name, value, step)
             self.show(step)
-        if self.args.checkpoint_every and (
-            self.iteration % self.args.checkpoint_every == 0 or self.iteration == self.last
-        ):
+        if self.every and (self.iteration % self.every == 0 or self.iteration == self.last):
             self.save("checkpoint.pt", **self.parts)
 
     def show(self, step: int) -> None:
@@ -663,7 +667,7 @@ def main() -> None:
         args = parse_args()
         evaluate(args) if args.evaluate else train(args)
     except (UsageError, FloatingPointError, OSError, KeyboardInterrupt) as error:
-        print(f"error: {error or 'interrupted'}", file=sys.stderr)
+        print(f"error: {str(error) or 'interrupted'}", file=sys.stderr)
         sys.exit({UsageError: 2, KeyboardInterrupt: 130}.get(type(error), 1))
     finally:
         if dist.is_initialized():

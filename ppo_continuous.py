@@ -77,7 +77,9 @@ class Args:
     bf16: bool = False  # networks in bfloat16 (autocast), other matrix products in TF32
     exp_name: str = "ppo_continuous"  # name of the experiment, part of the folder's name
     run_dir: str = "runs"  # where run folders are made
-    checkpoint_every: int = 25  # iterations between checkpoints, where episodes start anew; 0 writes none
+    checkpoint_every: int | None = (
+        None  # iterations; episodes restart there; 0 never, default each 51,200 steps per env
+    )
     resume: str | None = None  # run folder to go on with; its flags are the defaults
     evaluate: str | None = None  # run folder whose policy plays, without training
     eval_episodes: int = 10  # episodes to play
@@ -87,24 +89,6 @@ class Args:
     track: bool = False  # mirror TensorBoard to Weights & Biases
     wandb_project_name: str = "ppo"  # W&B project
     wandb_entity: str | None = None  # W&B team
-
-
-class Normalizer:
-    """Running mean and variance of all rows seen, merged batch by batch (Chan et al. 1979), in float64."""
-
-    def __init__(self, *shape: int):
-        self.count, self.mean, self.var = 1e-4, np.zeros(shape), np.ones(shape)
-
-    def update(self, x: np.ndarray) -> None:
-        """Take in the rows of x [n, ...]."""
-        mean = x.sum(0) / len(x)
-        self.merge(len(x), mean, np.square(x - mean).sum(0))
-
-    def merge(self, n: float, mean: np.ndarray, squares: np.ndarray) -> None:
-        """Take in n rows by their mean and the sum of their squared distances from it."""
-        total, delta = self.count + n, mean - self.mean
-        self.var = (self.var * self.count + squares + np.square(delta) * (self.count * n / total)) / total
-        self.count, self.mean = total, self.mean + delta * (n / total)
 
 
 class NormalizedEnvs:
@@ -248,7 +232,7 @@ def train(args: Args) -> dict[str, float]:
     torch.manual_seed(args.seed)  # the same weights in every process
     agent = Agent(obs_dim, action_dim, args.bf16).to(device)
     optimizer = torch.optim.Adam(agent.parameters(), args.learning_rate, eps=1e-5, fused=True)  # [3]
-    run = Run(args, device, agent=agent, optimizer=optimizer, statistics=Statistics(envs))
+    run = Run(args, device, agent=agent, optimizer=optimizer, obs_stats=envs.obs_stats, return_stats=envs.return_stats)
     policy_fn, loss_fn = run.compile(agent.actor_mean), run.compile(ppo_loss)
     shape = (args.num_steps, args.num_envs // WORLD)  # [T, N]
     obs, next_obs = torch.zeros((2, *shape, obs_dim), device=device)
@@ -293,7 +277,6 @@ def train(args: Args) -> dict[str, float]:
         metrics["losses/explained_variance"] = 1 - (returns - values).var() / returns.var()
         metrics |= {"charts/updates": updates, "charts/policy_std": agent.actor_logstd.detach().exp().mean()}
         metrics["charts/clipped_actions"] = np.mean((raw := actions.cpu().numpy()) != raw.clip(envs.low, envs.high))
-        run.parts["statistics"].share()
         run.end_iteration(metrics)
     return run.finish()
 
@@ -357,40 +340,43 @@ def start(args: Args) -> torch.device:
     return device
 
 
-class Statistics:
-    """The running statistics of the environments, as checkpoints hold them and processes share them."""
+class Normalizer:
+    """Running mean and variance of all rows seen, merged batch by batch (Chan et al. 1979), in float64."""
 
-    def __init__(self, envs: NormalizedEnvs):
-        self.all = {"obs": envs.obs_stats, "returns": envs.return_stats}
-        self.common = self.state_dict()
+    def __init__(self, *shape: int):
+        self.count, self.mean, self.var = self.shared = 1e-4, np.zeros(shape), np.ones(shape)
 
-    def state_dict(self) -> dict[str, Any]:
-        return {name: [s.count, s.mean.tolist(), s.var.tolist()] for name, s in self.all.items()}
+    def update(self, x: np.ndarray) -> None:
+        """Take in the rows of x [n, ...]."""
+        mean = x.sum(0) / len(x)
+        self.merge(len(x), mean, np.square(x - mean).sum(0))
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        for name, stats in self.all.items():
-            count, mean, var = state[name]
-            stats.count, stats.mean, stats.var = float(count), np.array(mean), np.array(var)
-        self.common = state
+    def merge(self, n: float, mean: np.ndarray, squares: np.ndarray) -> None:
+        """Take in n rows by their mean and the sum of their squared distances from it."""
+        total, delta = self.count + n, mean - self.mean
+        self.var = (self.var * self.count + squares + np.square(delta) * (self.count * n / total)) / total
+        self.count, self.mean = total, self.mean + delta * (n / total)
 
     def share(self) -> None:
-        """Replace what each process has seen since the last call by what all have seen together."""
-        if WORLD == 1:
-            return
-        news: dict[str, Any] = {}
-        for name, stats in self.all.items():
-            count, mean, var = (np.array(part) for part in self.common[name])
-            n = stats.count - count
-            mean_of_news = (stats.count * stats.mean - count * mean) / n
-            squares = stats.count * stats.var - count * var - np.square(mean_of_news - mean) * (count * n / stats.count)
-            news[name] = (n, mean_of_news, squares)
-        everyone: list[Any] = [None] * WORLD
-        dist.all_gather_object(everyone, news)
-        self.load_state_dict(self.common)
-        for theirs in everyone:
-            for name, moments in theirs.items():
-                self.all[name].merge(*moments)
-        self.common = self.state_dict()
+        """Replace what this process has seen since the last call by what all processes have seen."""
+        if WORLD > 1:
+            count, mean, var = self.shared
+            n = self.count - count
+            new_mean = (self.count * self.mean - count * mean) / n
+            squares = self.count * self.var - count * var - np.square(new_mean - mean) * (count * n / self.count)
+            everyone: list[Any] = [None] * WORLD
+            dist.all_gather_object(everyone, (n, new_mean, squares))
+            self.count, self.mean, self.var = self.shared
+            for moments in everyone:
+                self.merge(*moments)
+            self.shared = self.count, self.mean, self.var
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count, "mean": self.mean.tolist(), "var": self.var.tolist()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        moments = float(state["count"]), np.array(state["mean"]), np.array(state["var"])
+        self.count, self.mean, self.var = self.shared = moments
 
 
 class PlainEnv(gym.Wrapper):
@@ -420,7 +406,8 @@ def make_envs(args: Args, num_envs: int) -> Any:
 
     def make(render_mode: str | None = None) -> gym.Env:
         env = gym.make(args.env_id, render_mode=render_mode, disable_env_checker=True)
-        spaces = [env.observation_space, *getattr(env.observation_space, "spaces", {}).values()]
+        parts = getattr(env.observation_space, "spaces", ())
+        spaces = [env.observation_space, *(parts.values() if isinstance(parts, dict) else parts)]
         image = any(isinstance(s, gym.spaces.Box) and s.dtype == np.uint8 and len(s.shape) > 1 for s in spaces)
         require(not image, "its observations are images; ppo_atari.py is the script for images")
         require(spaces[0].is_np_flattenable, f"its observations, {spaces[0]}, do not flatten into a vector")
@@ -518,6 +505,7 @@ class Run:
         self.iteration, scores = restore(args.resume, device, **parts) if args.resume else (0, [])
         self.batch_size = args.num_envs * args.num_steps
         self.first, self.last = self.iteration, int(args.total_timesteps) // self.batch_size
+        self.every = -(-51_200 // args.num_steps) if args.checkpoint_every is None else args.checkpoint_every
         self.scores, self.metrics, self.said = deque[float](scores, maxlen=100), dict[str, float](), set[str]()
         self.finished: list[tuple[int, float, int]] = []
         self.film: Film | None = None
@@ -554,7 +542,7 @@ class Run:
 
     def starts_afresh(self, iteration: int) -> bool:
         """Generators and environments restart at the start and after each checkpoint, which makes resuming exact."""
-        return iteration == self.first or iteration % (self.args.checkpoint_every or self.last) == 0
+        return iteration == self.first or iteration % (self.every or self.last) == 0
 
     def compile(self, function: Any) -> Any:
         mode = "reduce-overhead" if self.device.type == "cuda" else "default"
@@ -576,6 +564,9 @@ class Run:
         ]
         if bad:
             raise FloatingPointError(f"{bad[0]} in iteration {self.iteration + 1}; nothing of it was saved")
+        for part in self.parts.values():
+            if hasattr(part, "share"):  # statistics that each process has gathered on its own
+                part.share()
         everyone = [self.finished] * WORLD
         if WORLD > 1:
             dist.all_gather_object(everyone, self.finished)
@@ -591,9 +582,7 @@ class Run:
             for name, value in self.metrics.items():
                 self.writer.add_scalar(name, value, step)
             self.show(step)
-        if self.args.checkpoint_every and (
-            self.iteration % self.args.checkpoint_every == 0 or self.iteration == self.last
-        ):
+        if self.every and (self.iteration % self.every == 0 or self.iteration == self.last):
             self.save("checkpoint.pt", **self.parts)
 
     def show(self, step: int) -> None:
@@ -701,7 +690,7 @@ def evaluate(args: Args) -> list[float]:
     n, scores = min(args.num_envs, args.eval_episodes), list[float]()
     envs = NormalizedEnvs(args, n)
     agent = Agent(envs.obs_stats.mean.size, envs.low.size, args.bf16).to(device)
-    iteration, _ = restore(folder, device, agent=agent, statistics=Statistics(envs))
+    iteration, _ = restore(folder, device, agent=agent, obs_stats=envs.obs_stats)
     envs.obs_stats.update = envs.return_stats.update = lambda x: None  # type: ignore[method-assign]  # frozen
     film = Film(Path(folder), "evaluation", True, 30) if args.capture_video else None
     envs.reset(reseed(args.seed, iteration))
@@ -747,7 +736,7 @@ def main() -> None:
         args = parse_args()
         evaluate(args) if args.evaluate else train(args)
     except (UsageError, FloatingPointError, OSError, KeyboardInterrupt) as error:
-        print(f"error: {error or 'interrupted'}", file=sys.stderr)
+        print(f"error: {str(error) or 'interrupted'}", file=sys.stderr)
         sys.exit({UsageError: 2, KeyboardInterrupt: 130}.get(type(error), 1))
     finally:
         if dist.is_initialized():

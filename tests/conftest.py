@@ -1,0 +1,123 @@
+"""Helpers of the tests: load a script as a module, run it as a user does, read what it logged."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+TESTS = Path(__file__).parent
+ROOT = TESTS.parent
+PPO = ["ppo_atari", "ppo_continuous", "ppo_penalty"]
+GAUSSIAN = ["ppo_continuous", "ppo_penalty"]
+SCRIPTS = [name for name in [*PPO, "trpo"] if (ROOT / f"{name}.py").exists()]
+sys.path.insert(0, str(TESTS))  # counting_envs:Trunc-v0
+
+SMALL: dict[str, list[str]] = {  # flags of a run of a few seconds: 4 iterations of 128 steps
+    "ppo_atari": "--env-id Pong --num-envs 2 --num-steps 64 --update-epochs 1 --total-timesteps 512".split(),
+    **dict.fromkeys(
+        GAUSSIAN,
+        "--env-id counting_envs:Trunc-v0 --num-envs 2 --num-steps 64 --num-minibatches 4 --update-epochs 2"
+        " --total-timesteps 512".split(),
+    ),
+    "trpo": "--env-id counting_envs:Trunc-v0 --num-envs 2 --num-steps 64 --num-minibatches 4"
+    " --total-timesteps 512".split(),
+}
+
+
+def load(name: str) -> ModuleType:
+    """The script as a module; importing starts nothing."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / f"{name}.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+MODULES = {name: load(name) for name in SCRIPTS}
+
+
+def environment() -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "default"}
+
+
+def command(name: str, *flags: Any) -> list[str]:
+    return [sys.executable, str(ROOT / f"{name}.py"), *map(str, flags)]
+
+
+def run(name: str, *flags: Any, cwd: Path, timeout: float = 120, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run a script as a user does, without a terminal."""
+    return subprocess.run(
+        command(name, *flags),
+        cwd=cwd,
+        env=environment() | options.pop("env", {}),
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        **options,
+    )
+
+
+def run_small(name: str, *flags: Any, cwd: Path) -> Path:
+    """A small run that must succeed; returns its folder."""
+    before = set((cwd / "runs").glob("*"))
+    result = run(name, *SMALL[name], *flags, cwd=cwd)
+    assert result.returncode == 0, result.stderr
+    (folder,) = set((cwd / "runs").glob("*")) - before
+    return folder
+
+
+def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """What TensorBoard shows of a run folder: tag -> [(step, value), ...]."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    events.Reload()
+    return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+@pytest.fixture(params=SCRIPTS)
+def name(request: pytest.FixtureRequest) -> str:
+    """Every script in turn."""
+    return request.param
+
+
+@pytest.fixture(params=PPO)
+def ppo(request: pytest.FixtureRequest) -> ModuleType:
+    return MODULES[request.param]
+
+
+@pytest.fixture(params=GAUSSIAN)
+def gaussian(request: pytest.FixtureRequest) -> ModuleType:
+    return MODULES[request.param]
+
+
+@pytest.fixture
+def atari() -> ModuleType:
+    return MODULES["ppo_atari"]
+
+
+@pytest.fixture
+def penalty() -> ModuleType:
+    return MODULES["ppo_penalty"]
+
+
+@pytest.fixture
+def small_args(tmp_path: Path) -> Callable[..., Any]:
+    """Args of a small run of a module inside this process, into a temporary folder."""
+
+    def make(module: ModuleType, **changes: Any) -> Any:
+        import dataclasses
+
+        import tyro
+
+        args = tyro.cli(module.Args, args=[*SMALL[module.__name__], "--run-dir", str(tmp_path / "runs")])
+        return dataclasses.replace(args, **changes)
+
+    return make

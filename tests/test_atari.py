@@ -1,0 +1,332 @@
+"""ppo_atari.py on the real emulator: protocol, lives, scores, network."""
+
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+
+def games(atari: ModuleType, env_id: str = "Breakout", num_envs: int = 1, **changes: Any) -> Any:
+    return atari.AtariGames(atari.Args(env_id=env_id, **changes), num_envs)
+
+
+class Recorder:
+    """Stands before one emulator and keeps what passes: (action, reward, over, cut, lives) of each of its steps."""
+
+    def __init__(self, game: Any):
+        self.game, self.steps, self.sent = game, [], []  # type: ignore[var-annotated]
+        self.reset = game.reset
+
+    def send(self, action: np.ndarray) -> None:
+        self.sent.append(int(action[0]))
+        self.game.send(action)
+
+    def recv(self) -> Any:
+        result = self.game.recv()
+        _, reward, over, cut, info = result
+        self.steps.append((self.sent[-1], float(reward[0]), bool(over[0]), bool(cut[0]), int(info["lives"][0])))
+        return result
+
+
+def play(env: Any, steps: int, seed: int = 0, action: int | None = None) -> list[Any]:
+    rng = np.random.default_rng(seed)
+    n = len(env.games)
+    return [env.step(rng.integers(0, env.num_actions, n) if action is None else np.full(n, action)) for _ in range(steps)]
+
+
+SAME_GAME = ["Breakout", "breakout", "BreakoutNoFrameskip-v4", "ALE/Breakout-v5", "BreakoutDeterministic-v4"]
+
+
+@pytest.mark.parametrize("env_id", SAME_GAME)
+def test_every_spelling_is_the_same_game_and_protocol(atari: ModuleType, env_id: str) -> None:
+    env, reference = games(atari, env_id), games(atari)
+    env.reset(1)
+    reference.reset(1)
+    np.testing.assert_array_equal(env.obs, reference.obs)
+    for (rows, _), (expected, _) in zip(play(env, 60), play(reference, 60), strict=True):
+        np.testing.assert_array_equal(rows, expected)
+        np.testing.assert_array_equal(env.obs, reference.obs)
+
+
+@pytest.mark.parametrize("env_id", ["MsPacman", "ms_pacman", "ALE/Freeway-v5", "Skiing", "Pong", "TicTacToe3D"])
+def test_games_with_and_without_fire_run(atari: ModuleType, env_id: str) -> None:
+    env = games(atari, env_id, num_envs=2)
+    env.reset(1)
+    has_fire = "FIRE" in [a.name for a in env.games[0].ale.get_action_set()]
+    assert (env.fire is not None) == has_fire
+    play(env, 20)
+    assert env.obs.any() and env.obs.dtype == np.uint8 and env.obs.shape == (2, 4, 84, 84)
+
+
+@pytest.mark.parametrize("env_id, near", [("Brakout", "Breakout"), ("MontezumasRevengeNoFrameskip-v4", "MontezumaRevenge")])
+def test_a_misspelt_game_names_the_nearest(atari: ModuleType, env_id: str, near: str) -> None:
+    with pytest.raises(atari.UsageError, match=near):
+        games(atari, env_id)
+
+
+@pytest.mark.detail("16")
+@pytest.mark.detail("17")
+def test_lives_end_episodes_but_not_the_game_and_fire_follows_each(atari: ModuleType) -> None:
+    env = games(atari)
+    env.games[0] = recorder = Recorder(env.games[0])
+    env.reset(1)
+    lives = [int(env.lives[0])]
+    results = play(env, 700)
+    steps = recorder.steps
+    lives += [step[4] for step in steps]
+    changes = [b for a, b in zip(lives, lives[1:], strict=False) if a != b]
+    assert lives[0] == 5 and changes[:11] == [4, 3, 2, 1, 0, 5, 4, 3, 2, 1, 0]
+    # the recorder sees the agent's steps and the extra ones; an extra one comes after each lost life and each game
+    own, extra, i = [], [], 0
+    for rows, _ in results:
+        lost = steps[i][4] < (steps[i - 1][4] if i else 5)
+        own.append((steps[i], lost or steps[i][2], bool(rows[1, 0])))
+        i += 1
+        if lost or steps[i - 1][2]:
+            extra.append((steps[i - 1], steps[i]))
+            i += 1
+    assert i == len(steps)
+    assert all(ended == terminated for _, ended, terminated in own)  # a row terminates exactly where a life was lost
+    assert sum(ended for _, ended, _ in own) >= 11
+    for before, after in extra:
+        assert after[0] == env.fire  # FIRE after a life; after a game any action restarts and FIRE is the emulator's own
+        assert after[4] == (5 if before[2] else before[4])
+
+
+@pytest.mark.detail("17")
+def test_a_game_starts_with_the_ball_in_play(atari: ModuleType) -> None:
+    """Nobody moves, and still lives are lost: FIRE was pressed at the start and after each life."""
+    env = games(atari)
+    env.reset(1)
+    finished = [f for _, fs in play(env, 400, action=0) for f in fs]
+    assert len(finished) >= 1
+
+
+def test_scores_are_raw_full_game_sums_and_no_reward_is_lost(atari: ModuleType) -> None:
+    for env_id, steps in (("Breakout", 700), ("Qbert", 500)):
+        env = games(atari, env_id)
+        env.games[0] = recorder = Recorder(env.games[0])
+        env.reset(1)
+        results = play(env, steps)
+        own = [0.0]
+        for _, reward, over, cut, _ in recorder.steps:
+            own[-1] += reward
+            if over or cut:
+                own.append(0.0)
+        scores = [score for _, finished in results for _, score, _ in finished]
+        assert len(scores) >= 1 and scores == own[:-1]
+        assert sum(rows[0, 0] for rows, _ in results) == pytest.approx(sum(own))
+        if env_id == "Qbert":
+            assert max(rows[0, 0] for rows, _ in results) >= 25  # not clipped
+
+
+def test_the_reward_of_an_extra_step_counts(atari: ModuleType) -> None:
+    """An emulator that pays 7 for FIRE after a lost life: the row and the score get it."""
+
+    class Fake:
+        def __init__(self) -> None:
+            blank = np.zeros((1, 4, 84, 84), np.uint8)
+            self.answers = [(0.0, False, 2), (1.0, False, 1), (7.0, False, 1), (2.0, True, 0), (0.0, False, 2)]
+            self.queue = [
+                (blank, np.array([r]), np.array([over]), np.array([False]), {"lives": np.array([lives])})
+                for r, over, lives in self.answers
+            ]
+            self.sent: list[int] = []
+
+        def send(self, action: np.ndarray) -> None:
+            self.sent.append(int(action[0]))
+
+        def recv(self) -> Any:
+            return self.queue.pop(0)
+
+    env = games(atari)
+    env.games[0] = fake = Fake()  # type: ignore[assignment]
+    env.lives[:] = 2
+    results = [env.step(np.array([3])) for _ in range(3)]
+    assert [rows[0, 0] for rows, _ in results] == [0, 8, 2]
+    assert [rows[1, 0] for rows, _ in results] == [0, 1, 1]
+    assert results[2][1] == [(0, 10.0, 3)]
+    assert fake.sent == [3, 3, env.fire, 3, env.fire]
+
+
+def test_a_frame_cap_truncates_and_keeps_the_true_last_frames(atari: ModuleType) -> None:
+    env = games(atari, "Pong", max_episode_frames=40)
+    env.reset(1)
+    results = play(env, 30)
+    truncated = [bool(rows[2, 0]) for rows, _ in results]
+    assert truncated == [(t + 1) % 10 == 0 for t in range(30)] and not any(rows[1, 0] for rows, _ in results)
+    env.reset(1)
+    for t in range(10):
+        previous = env.obs.copy()
+        rows, finished = env.step(np.array([0]))
+        np.testing.assert_array_equal(env.final_obs[0, :3], previous[0, 1:])  # the game went on up to there
+    assert rows[2, 0] and finished[0][2] == 10
+    assert (env.obs != env.final_obs).any()  # and what to act on is already the next game
+
+
+@pytest.mark.detail("14")
+def test_games_start_after_a_random_number_of_no_ops(atari: ModuleType) -> None:
+    game, starts = games(atari, "Freeway").games[0], set()
+    game.reset(seed=np.array([1]))
+    for _ in range(60):
+        starts.add(int(game.reset()[1]["episode_frame_number"][0]))
+    assert len(starts) > 15 and max(starts) <= 30
+
+
+@pytest.mark.detail("15")
+@pytest.mark.detail("18")
+def test_frames_are_skipped_pooled_and_grey(atari: ModuleType) -> None:
+    """Against the emulator driven by hand: 4 frames per step, luminance, maximum of the last two."""
+    from ale_py import ALEInterface, LoggerMode, roms
+
+    game = atari.make_game(atari.Args(env_id="Pong"), img_height=210, img_width=160, stack_num=1)
+    ale = ALEInterface()
+    ALEInterface.setLoggerMode(LoggerMode.Error)
+    ale.setFloat("repeat_action_probability", 0.0)
+    ale.setInt("random_seed", 5)
+    ale.loadROM(roms.get_rom_path("pong"))
+    _, info = game.reset(seed=np.array([5]))
+    actions = game.ale.get_action_set()
+    for _ in range(int(info["episode_frame_number"][0]) - 1):
+        ale.act(actions[0])
+    ale.act(actions[1])  # FIRE at the start
+    total = 0.0
+    for step in range(120):
+        action = step % len(actions)
+        frames = []
+        for _ in range(4):
+            total += ale.act(actions[action])
+            frames.append(ale.getScreenGrayscale().copy())
+        obs, reward, _, _, info = game.step(np.array([action]))
+        total -= float(reward[0])
+        np.testing.assert_array_equal(obs[0, 0], np.maximum(frames[2], frames[3]))
+    assert total == 0 and info["episode_frame_number"][0] == ale.getEpisodeFrameNumber()
+    small = atari.make_game(atari.Args(env_id="Pong")).reset(seed=np.array([5]))[0]
+    large = game.reset(seed=np.array([5]))[0][0, 0].astype(float)
+    assert small.shape == (1, 4, 84, 84)
+    pooled = overlap(84, 210) @ large @ overlap(84, 160).T  # every small pixel is the mean of the area under it
+    assert np.abs(pooled - small[0, -1]).max() <= 1
+
+
+def overlap(small: int, large: int) -> np.ndarray:
+    """[small, large]: the share of each large pixel in the mean of each small one."""
+    edges = np.arange(small + 1) * large / small
+    pixels = np.arange(large)
+    return (np.minimum(edges[1:, None], pixels + 1) - np.maximum(edges[:-1, None], pixels)).clip(0) * small / large
+
+
+@pytest.mark.detail("20")
+def test_observations_stack_the_last_four_frames(atari: ModuleType) -> None:
+    env = games(atari, "Pong")
+    env.reset(1)
+    for _ in range(20):
+        previous = env.obs.copy()
+        env.step(np.array([2]))
+        np.testing.assert_array_equal(env.obs[0, :3], previous[0, 1:])
+    assert (env.obs[0, 3] != env.obs[0, 2]).any()
+
+
+def test_seeds_decide_everything_and_games_differ(atari: ModuleType) -> None:
+    def start(seed: int) -> np.ndarray:
+        env = games(atari, num_envs=4, sticky_actions=0.25)
+        env.reset(seed)
+        play(env, 40)
+        return env.obs.copy()
+
+    np.testing.assert_array_equal(start(1), start(1))
+    first, second = start(1), start(2)
+    assert all((first[i] != first[j]).any() for i in range(4) for j in range(i))
+    assert all((first[i] != second[j]).any() for i in range(4) for j in range(4))
+
+
+def test_sticky_actions_change_the_game(atari: ModuleType) -> None:
+    env, sticky = games(atari), games(atari, sticky_actions=0.25)
+    env.reset(1)
+    sticky.reset(1)
+    play(env, 60)
+    play(sticky, 60)
+    assert (env.obs != sticky.obs).any()
+
+
+@pytest.mark.detail("21")
+def test_the_network_is_the_nature_cnn(atari: ModuleType) -> None:
+    agent = atari.Agent(4)
+    sizes = {name: tuple(p.shape) for name, p in agent.named_parameters() if "weight" in name}
+    assert list(sizes.values()) == [(32, 4, 8, 8), (64, 32, 4, 4), (64, 64, 3, 3), (512, 3136), (4, 512), (1, 512)]
+    strides = [m.stride for m in agent.network if isinstance(m, torch.nn.Conv2d)]
+    assert strides == [(4, 4), (2, 2), (1, 1)]
+    side = 84
+    for kernel, stride in ((8, 4), (4, 2), (3, 1)):
+        side = (side - kernel) // stride + 1
+    trunk = (4 * 64 + 1) * 32 + (32 * 16 + 1) * 64 + (64 * 9 + 1) * 64 + (64 * side * side + 1) * 512
+    assert trunk == 1_684_128 and sum(p.numel() for p in agent.parameters()) == trunk + 513 * 4 + 513
+
+
+@pytest.mark.detail("13")
+@pytest.mark.detail("21")
+def test_policy_and_value_share_the_network(atari: ModuleType) -> None:
+    agent = atari.Agent(4)
+    obs = torch.randint(0, 256, (2, 4, 84, 84), dtype=torch.uint8)
+    for output in (agent(obs)[0].logits.square().sum(), agent(obs)[1].square().sum()):
+        agent.zero_grad()
+        output.backward()
+        assert agent.network[0].weight.grad.abs().sum() > 0
+
+
+@pytest.mark.detail("22")
+def test_pixels_are_scaled_to_the_unit_interval(atari: ModuleType) -> None:
+    """The network sees pixel / 255: feeding it by hand gives the same."""
+    agent = atari.Agent(4)
+    obs = torch.randint(0, 256, (3, 4, 84, 84), dtype=torch.uint8)
+    seen = []
+    agent.network[0].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    agent(obs)
+    torch.testing.assert_close(seen[0], torch.from_numpy(obs.numpy() / 255).float())
+    assert obs.max() > 1  # the frames themselves stay as they were
+
+
+@pytest.mark.detail("2")
+def test_heads_start_with_their_gains(atari: ModuleType) -> None:
+    agent = atari.Agent(6)
+    gram = agent.actor.weight @ agent.actor.weight.T
+    torch.testing.assert_close(gram, 0.01**2 * torch.eye(6), atol=1e-7, rtol=1e-3)
+    assert float(agent.critic.weight.detach().norm()) == pytest.approx(1.0, abs=1e-4)
+    for layer in (agent.network[2], agent.network[7]):
+        rows = layer.weight.detach().flatten(1)
+        torch.testing.assert_close(rows @ rows.T, 2 * torch.eye(len(rows)), atol=1e-4, rtol=1e-4)
+    probabilities = agent(torch.randint(0, 256, (8, 4, 84, 84), dtype=torch.uint8))[0].probs
+    assert float((probabilities - 1 / 6).abs().max()) < 0.02  # nearly uniform at first
+
+
+def test_bf16_and_channels_last_agree_with_plain_float32(atari: ModuleType) -> None:
+    torch.manual_seed(0)
+    agent = atari.Agent(4)
+    obs = torch.randint(0, 256, (8, 4, 84, 84), dtype=torch.uint8)
+    policy, values = agent(obs)
+    agent.to(memory_format=torch.channels_last)
+    policy_last, values_last = agent(obs)
+    torch.testing.assert_close(policy_last.logits, policy.logits, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(values_last, values, atol=1e-4, rtol=1e-4)
+    agent.bf16 = True
+    policy_bf16, values_bf16 = agent(obs)
+    assert policy_bf16.logits.dtype == values_bf16.dtype == torch.float32
+    torch.testing.assert_close(policy_bf16.logits, policy.logits, atol=2e-3, rtol=0)
+    torch.testing.assert_close(values_bf16, values, atol=0.05, rtol=0.05)
+
+
+def test_evaluation_of_a_policy_that_never_fires_ends(atari: ModuleType, tmp_path: Any, capsys: Any) -> None:
+    """The most probable action is always NOOP; in Breakout such a policy must still see its games end."""
+    import dataclasses
+    import json
+
+    args = atari.Args(evaluate=str(tmp_path), eval_episodes=3, num_envs=2, eval_sample=False, max_episode_frames=2000)
+    agent = atari.Agent(4)
+    agent.actor.weight.data.zero_()
+    agent.actor.bias.data.copy_(torch.tensor([9.0, 0.0, 0.0, 0.0]))
+    torch.save({"agent": agent.state_dict(), "iteration": 0, "scores": []}, tmp_path / "checkpoint.pt")
+    (tmp_path / "args.json").write_text(json.dumps(dataclasses.asdict(args)))
+    scores = atari.evaluate(args)
+    assert len(scores) == 3
+    assert "over 3 episodes, most probable actions" in capsys.readouterr().out

@@ -1,0 +1,369 @@
+"""What `train` does with the pieces, seen from inside one process: the tests watch the functions that it calls."""
+
+import math
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import scalars
+
+
+def watch(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, keep: Any = None) -> list[Any]:
+    """Record the arguments and the result of every call of module.name."""
+    original, calls = getattr(module, name), []
+
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        calls.append(keep(args, result) if keep else (args, result))
+        return result
+
+    monkeypatch.setattr(module, name, wrapper)
+    return calls
+
+
+def samples(args: Any, _: Any) -> list[torch.Tensor]:
+    """Copies of the tensors of one ppo_loss call: obs, actions, logprobs, advantages, returns, values, ..."""
+    return [x.detach().clone() for x in args[2:]]
+
+
+def copies(args: Any, result: Any) -> Any:
+    return [x.clone() if isinstance(x, torch.Tensor) else x for x in args], [x.clone() for x in result]
+
+
+def folder(args: Any) -> Path:
+    (path,) = Path(args.run_dir).iterdir()
+    return path
+
+
+@pytest.mark.detail("1")
+def test_segments_join_without_gap_or_repetition(gaussian, small_args, monkeypatch) -> None:
+    """Episodes of 5 in segments of 7: the step counter in the stored rows runs on from segment to segment."""
+    monkeypatch.setattr(gaussian.Normalizer, "merge", lambda *_: None)
+    calls = watch(monkeypatch, gaussian, "ppo_loss", samples)
+    args = small_args(
+        gaussian, num_envs=1, num_steps=7, num_minibatches=1, update_epochs=1, total_timesteps=28, checkpoint_every=0
+    )
+    gaussian.train(args)
+    episode_steps = [sorted(call[0][:, 0].tolist()) for call in calls]
+    running = [t % 5 for t in range(28)]
+    assert episode_steps == [sorted(float(x) for x in running[i : i + 7]) for i in range(0, 28, 7)]
+
+
+@pytest.mark.detail("3")
+@pytest.mark.detail("10")
+def test_one_adam_with_epsilon_1e5_holds_every_parameter(ppo, small_args, monkeypatch) -> None:
+    made = watch(monkeypatch, torch.optim, "Adam", lambda args, result: result)
+    agents = watch(monkeypatch, ppo, "Agent", lambda args, result: result)
+    ppo.train(small_args(ppo, total_timesteps=128))
+    (optimizer,), (agent,) = made, agents
+    assert optimizer.defaults["eps"] == 1e-5
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    assert held == {id(p) for p in agent.parameters()}
+
+
+@pytest.mark.detail("4")
+@pytest.mark.parametrize("anneal", [True, False])
+def test_the_learning_rate_falls_linearly(ppo, small_args, anneal: bool) -> None:
+    args = small_args(ppo, anneal_lr=anneal, learning_rate=0.004)
+    ppo.train(args)
+    rates = [value for _, value in scalars(folder(args))["charts/learning_rate"]]
+    assert rates == pytest.approx([0.004, 0.003, 0.002, 0.001] if anneal else [0.004] * 4)
+
+
+@pytest.mark.detail("5")
+@pytest.mark.parametrize("bootstrap", [True, False])
+def test_time_limits_bootstrap_and_deaths_do_not(gaussian, small_args, monkeypatch, bootstrap: bool) -> None:
+    """Targets of the last step of an episode: 1 + γ·V(final) if cut, 1 if dead; learning rate 0, plain numbers."""
+    monkeypatch.setattr(gaussian.Normalizer, "merge", lambda *_: None)
+    for name in ("Trunc", "Term", "Both"):
+        calls = watch(monkeypatch, gaussian, "compute_gae", copies)
+        agents = watch(monkeypatch, gaussian, "Agent", lambda args, result: result)
+        gaussian.train(
+            small_args(
+                gaussian,
+                env_id=f"counting_envs:{name}-v0",
+                learning_rate=0.0,
+                gae_lambda=0.0,
+                bootstrap_truncated=bootstrap,
+                total_timesteps=128,
+            )
+        )
+        (inputs, (_, returns)), critic = calls[-1], agents[-1].critic
+        dones, next_values = inputs[4], inputs[2]
+        assert dones.sum() == 2 * (64 // 5)
+        last = dones.nonzero()[0].tolist()  # step, environment
+        row = tuple(last)
+        # the network's own value of the final observation [5, 1st episode, draw], never of the next episode's first
+        assert row[0] == 4
+        final_value = float(next_values[row])
+        expected = 1.0 + 0.99 * final_value if name == "Trunc" and bootstrap else 1.0
+        assert float(returns[row]) == pytest.approx(expected, abs=1e-5)
+        final = torch.tensor([[5.0, 1.0, 0.0], [0.0, 2.0, 0.0]])
+        assert not torch.allclose(critic(final[:1]), critic(final[1:]))
+        draws = torch.linspace(0, 1, 101)
+        curve = critic(torch.stack([torch.full((101,), 5.0), torch.full((101,), 2.0), draws], 1))[:, 0].detach()
+        assert float((curve - final_value).abs().min()) < 0.02
+
+
+@pytest.mark.detail("5")
+@pytest.mark.detail("19")
+def test_atari_targets_bootstrap_a_cut_game(atari, small_args, monkeypatch) -> None:
+    """A frame cap of 40: every tenth step is cut and its next value is that of the true last frames; rewards are signs."""
+    calls = watch(monkeypatch, atari, "compute_gae", copies)
+    finals = watch(monkeypatch, atari.AtariGames, "step", lambda args, result: args[0].final_obs.copy())
+    agents = watch(monkeypatch, atari, "Agent", lambda args, result: result)
+    monkeypatch.setattr(atari.AtariGames, "step", stretched(atari.AtariGames.step))
+    atari.train(small_args(atari, max_episode_frames=40, learning_rate=0.0, total_timesteps=128))
+    inputs, _ = calls[0]
+    rewards, values, next_values, ends, dones = inputs[:5]
+    assert set(rewards.unique().tolist()) == {-1.0, 0.0, 1.0}
+    cut = dones[:, 0].nonzero()[:, 0].tolist()
+    assert cut == [9, 19, 29, 39, 49, 59] and not ends.any()
+    with torch.no_grad():
+        true = agents[0](torch.from_numpy(np.stack([finals[t][0] for t in cut])))[1]
+    torch.testing.assert_close(next_values[cut, 0], true, atol=1e-4, rtol=1e-4)
+    assert not torch.allclose(next_values[cut[:-1], 0], values[[t + 1 for t in cut[:-1]], 0], atol=1e-4)
+    kept = [t for t in range(63) if t not in cut]
+    torch.testing.assert_close(next_values[kept], values[[t + 1 for t in kept]])
+
+
+def stretched(step: Any) -> Any:
+    """Rewards of -25, 0 and 25 instead of the game's."""
+    counter = iter(range(10**6))
+
+    def wrapper(self: Any, actions: np.ndarray) -> Any:
+        rows, finished = step(self, actions)
+        rows[0] = (next(counter) % 3 - 1) * 25.0
+        return rows, finished
+
+    return wrapper
+
+
+@pytest.mark.detail("6")
+@pytest.mark.detail("7")
+def test_minibatches_cover_the_batch_and_are_normalised_one_by_one(ppo, small_args, monkeypatch) -> None:
+    calls = watch(monkeypatch, ppo, "ppo_loss", samples)
+    gae = watch(monkeypatch, ppo, "compute_gae", copies)
+    ppo.train(small_args(ppo, total_timesteps=128, update_epochs=2, num_minibatches=4))
+    assert len(calls) == 8
+    for call in calls:
+        assert float(call[3].mean()) == pytest.approx(0, abs=1e-5)
+        assert float(call[3].std()) == pytest.approx(1, abs=0.05)
+    returns = torch.sort(gae[0][1][1].flatten())[0]
+    for epoch in (calls[:4], calls[4:]):
+        torch.testing.assert_close(torch.sort(torch.cat([call[4] for call in epoch]))[0], returns)
+
+
+def test_without_normalisation_advantages_stay_as_they_are(ppo, small_args, monkeypatch) -> None:
+    calls = watch(monkeypatch, ppo, "ppo_loss", samples)
+    ppo.train(small_args(ppo, total_timesteps=128, update_epochs=1, norm_adv=False))
+    for call in calls:
+        torch.testing.assert_close(call[3], call[4] - call[5], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.detail("10")
+@pytest.mark.detail("12")
+def test_the_loss_and_its_debug_variables_by_distributions(ppo, small_args) -> None:
+    """Against torch.distributions and sums written out, at a policy that has moved."""
+    torch.manual_seed(0)
+    args = small_args(ppo, ent_coef=0.3, vf_coef=0.7, clip_coef=0.2) if hasattr(ppo.Args, "clip_coef") else None
+    args = args or small_args(ppo, ent_coef=0.3, vf_coef=0.7)
+    atari = ppo.__name__ == "ppo_atari"
+    agent = ppo.Agent(4) if atari else ppo.Agent(3, 2)
+    obs = torch.randint(0, 256, (16, 4, 84, 84), dtype=torch.uint8) if atari else torch.randn(16, 3)
+    if atari:
+        agent.actor.weight.data *= 100
+        policy, values = agent(obs)
+        distribution: Any = torch.distributions.Categorical(logits=policy.logits.detach())
+        joint, entropy = distribution.log_prob, distribution.entropy().mean()
+    else:
+        agent.actor_logstd.data[:] = torch.tensor([-0.3, 0.2])
+        means, values = agent(obs)
+        distribution = torch.distributions.Normal(means.detach(), agent.actor_logstd.detach().exp())
+        joint, entropy = lambda a: distribution.log_prob(a).sum(-1), distribution.entropy().sum(-1).mean()
+    actions = distribution.sample()
+    logprobs = joint(actions) + 0.3 * torch.randn(16)
+    advantages, returns, old_values = torch.randn(3, 16)
+    extra = () if ppo.__name__ != "ppo_penalty" else (means.detach() + 0.1, torch.zeros(16, 2))
+    loss, stats = ppo.ppo_loss(args, agent, obs, actions, logprobs, advantages, returns, old_values, *extra)
+
+    ratios = (joint(actions) - logprobs).exp().tolist()
+    if extra:
+        old = torch.distributions.Normal(extra[0], extra[1].exp())
+        kl = torch.distributions.kl_divergence(old, distribution).sum(-1).tolist()
+        policy_loss = -sum(r * a - float(agent.beta) * k for r, a, k in zip(ratios, advantages.tolist(), kl, strict=True)) / 16
+        squares = [(v - r) ** 2 for v, r in zip(values.tolist(), returns.tolist(), strict=True)]
+    else:
+        terms = [min(r * a, min(max(r, 0.8), 1.2) * a) for r, a in zip(ratios, advantages.tolist(), strict=True)]
+        policy_loss = -sum(terms) / 16
+        squares = []
+        for v, o, r in zip(values.tolist(), old_values.tolist(), returns.tolist(), strict=True):
+            squares.append(max((v - r) ** 2, (o + min(max(v - o, -0.2), 0.2) - r) ** 2))
+    v_loss = sum(squares) / 32
+    expected = {
+        "losses/value_loss": v_loss,
+        "losses/policy_loss": policy_loss,
+        "losses/entropy": float(entropy),
+        "losses/old_approx_kl": sum(-math.log(r) for r in ratios) / 16,
+        "losses/approx_kl": sum(r - 1 - math.log(r) for r in ratios) / 16,
+        "losses/clipfrac": sum(abs(r - 1) > 0.2 for r in ratios) / 16,
+    }
+    assert ppo.STATS == list(expected)[: len(ppo.STATS)]
+    for key, value in zip(ppo.STATS, stats.tolist(), strict=True):
+        assert value == pytest.approx(expected[key], rel=1e-4, abs=1e-5), key
+    assert float(loss.detach()) == pytest.approx(policy_loss + 0.7 * v_loss - 0.3 * float(entropy), rel=1e-4)
+
+
+@pytest.mark.detail("9")
+def test_the_value_clip_can_be_switched_off(small_args, monkeypatch, ppo) -> None:
+    if not hasattr(ppo.Args, "clip_vloss"):
+        return
+    for on in (True, False):
+        calls = watch(monkeypatch, ppo, "value_loss", lambda args, result: args[3])
+        ppo.train(small_args(ppo, total_timesteps=128, clip_vloss=on, clip_coef=0.125))
+        assert set(calls) == ({0.125} if on else {None})
+
+
+@pytest.mark.detail("11")
+def test_gradients_are_clipped_by_their_global_norm(ppo, small_args, monkeypatch) -> None:
+    norms = []
+    step = torch.optim.Adam.step
+
+    def spy(self: Any, *rest: Any) -> Any:
+        grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norms.append(float(sum(g.double().square().sum() for g in grads)) ** 0.5)
+        return step(self, *rest)
+
+    monkeypatch.setattr(torch.optim.Adam, "step", spy)
+    ppo.train(small_args(ppo, total_timesteps=128, max_grad_norm=1e-3, ent_coef=0.1))
+    assert norms and max(norms) == pytest.approx(1e-3, rel=1e-3)
+
+
+@pytest.mark.detail("27")
+def test_the_raw_action_is_stored_and_scored(gaussian, small_args, monkeypatch) -> None:
+    """In a box of [0, 5] half of the samples lie outside; they are stored so, and the first ratio is exactly 1."""
+    calls = watch(monkeypatch, gaussian, "ppo_loss", lambda args, result: (samples(args, result), result[1].tolist()))
+    args = small_args(gaussian, env_id="counting_envs:Box05-v0", total_timesteps=128, num_minibatches=1, update_epochs=1)
+    gaussian.train(args)
+    stored, stats = calls[0]
+    assert 0.3 < float((stored[1] < 0).float().mean()) < 0.7
+    assert abs(stats[3]) < 1e-6 and abs(stats[4]) < 1e-6  # log ratio 0 before any update
+    logged = scalars(folder(args))
+    share = float((stored[1] < 0).float().mean())
+    assert logged["charts/clipped_actions"][0][1] == pytest.approx(share, abs=0.01)
+    assert logged["charts/policy_std"][0][1] == pytest.approx(1, abs=0.01)
+
+
+@pytest.mark.detail("S3")
+def test_target_kl_ends_the_epochs_before_the_step_that_goes_on(ppo, small_args, monkeypatch) -> None:
+    steps = watch(monkeypatch, torch.optim.Adam, "step", lambda args, result: None)
+    agents = watch(monkeypatch, ppo, "Agent", lambda args, result: result)
+    estimates = watch(monkeypatch, ppo, "ppo_loss", lambda args, result: float(result[1][4].detach()))
+    args = small_args(
+        ppo, total_timesteps=128, target_kl=1e-4, learning_rate=0.01, update_epochs=20, num_minibatches=4, max_grad_norm=10.0
+    )
+    ppo.train(args)
+    assert agents and 1 <= len(steps) < 80 and len(estimates) == len(steps) + 1
+    assert all(kl <= 1.5e-4 for kl in estimates[:-1]) and estimates[-1] > 1.5e-4
+    assert scalars(folder(args))["charts/updates"][0][1] == len(steps)
+
+
+def test_losses_logged_are_means_over_all_minibatches(ppo, small_args, monkeypatch) -> None:
+    calls = watch(monkeypatch, ppo, "ppo_loss", lambda args, result: result[1].tolist())
+    args = small_args(ppo, total_timesteps=128, update_epochs=3)
+    ppo.train(args)
+    logged = scalars(folder(args))
+    for i, tag in enumerate(ppo.STATS):
+        assert logged[tag][0][1] == pytest.approx(np.mean([stats[i] for stats in calls]), rel=1e-4, abs=1e-6)
+
+
+def test_compile_and_bf16_change_no_more_than_rounding(ppo, small_args, monkeypatch) -> None:
+    """The first minibatch of the first iteration: same frames or states, same actions up to rounding."""
+    results = {}
+    for key, changes in {"plain": {}, "bf16": {"bf16": True}}.items():
+        calls = watch(monkeypatch, ppo, "ppo_loss", lambda args, result: result[1].tolist())
+        ppo.train(small_args(ppo, total_timesteps=128, update_epochs=1, **changes))
+        results[key] = calls[0]
+    assert results["bf16"][2] == pytest.approx(results["plain"][2], rel=0.01)  # entropy
+    assert results["bf16"][0] == pytest.approx(results["plain"][0], rel=0.5, abs=0.3)
+    assert abs(results["bf16"][4]) < 0.02  # the ratio is 1 up to bfloat16 before any update
+
+
+def test_no_float64_reaches_the_device(gaussian, small_args, monkeypatch) -> None:
+    calls = watch(monkeypatch, gaussian, "ppo_loss", samples)
+    gaussian.train(small_args(gaussian, env_id="Pendulum-v1", total_timesteps=128))
+    assert {x.dtype for call in calls for x in call} == {torch.float32}
+
+
+def test_a_loss_that_is_not_finite_stops_before_anything_is_saved(ppo, small_args, monkeypatch) -> None:
+    original = ppo.ppo_loss
+    monkeypatch.setattr(ppo, "ppo_loss", lambda *a: tuple(x * math.nan for x in original(*a)))
+    args = small_args(ppo)
+    with pytest.raises(FloatingPointError, match="losses/value_loss is nan in iteration 1"):
+        ppo.train(args)
+    assert not (folder(args) / "checkpoint.pt").exists()
+
+
+@pytest.mark.parametrize("name", ["Zero", "OneStep", "Huge"])
+def test_odd_rewards_do_not_poison_the_run(gaussian, small_args, name: str, recwarn: Any) -> None:
+    args = small_args(gaussian, env_id=f"counting_envs:{name}-v0")
+    metrics = gaussian.train(args)
+    assert all(math.isfinite(v) for k, v in metrics.items() if k != "losses/explained_variance")
+    assert not [w for w in recwarn if issubclass(w.category, RuntimeWarning)]
+    assert metrics["episodic_return"] == pytest.approx({"Zero": 0, "OneStep": 1, "Huge": 5e30}[name])
+
+
+def test_no_episode_within_a_rollout(gaussian, small_args) -> None:
+    args = small_args(gaussian, env_id="counting_envs:Long-v0", num_steps=16)
+    assert math.isnan(gaussian.train(args)["episodic_return"])
+    assert "charts/episodic_return" not in scalars(folder(args))
+    long = small_args(gaussian, env_id="counting_envs:Long-v0", num_envs=1, num_steps=16, total_timesteps=3100)
+    metrics = gaussian.train(long)
+    assert metrics["episodic_return"] == 3000  # credited when it ends, many rollouts later
+
+
+@pytest.mark.parametrize("env", ["Trunc", "Term"])
+def test_every_episode_is_logged_once_also_when_several_end_in_one_step(gaussian, small_args, env: str) -> None:
+    args = small_args(gaussian, env_id=f"counting_envs:{env}-v0", num_envs=4, num_steps=32, checkpoint_every=0)
+    gaussian.train(args)
+    logged = scalars(folder(args))
+    episodes = logged["charts/episodic_return"]
+    assert len(episodes) == 4 * (128 // 5) and {value for _, value in episodes} == {5.0}
+    assert {value for _, value in logged["charts/episodic_length"]} == {5.0}
+    steps = [step for step, _ in episodes]
+    assert steps == sorted(set(steps))
+    assert steps[:8] == [17, 18, 19, 20, 37, 38, 39, 40]  # the fifth step of four environments, then the tenth
+
+
+def test_penalty_adapts_beta_once_per_iteration_for_the_next(penalty, small_args, monkeypatch) -> None:
+    used = watch(monkeypatch, penalty, "ppo_loss", lambda args, result: float(args[1].beta))
+    args = small_args(penalty, beta=2.0, kl_target=1e3, update_epochs=2)
+    penalty.train(args)
+    assert [used[i] for i in range(0, 32, 8)] == [2.0, 1.0, 0.5, 0.25] and len(set(used[:8])) == 1
+    assert [v for _, v in scalars(folder(args))["losses/beta"]] == [2.0, 1.0, 0.5, 0.25]
+    used.clear()
+    penalty.train(small_args(penalty, beta=2.0, kl_target=1e-9, update_epochs=2))
+    assert [used[i] for i in range(0, 32, 8)] == [2.0, 4.0, 8.0, 16.0]
+    used.clear()
+    penalty.train(small_args(penalty, beta=2.0, adaptive_beta=False, kl_target=1e-9))
+    assert set(used) == {2.0}
+    penalty.train(small_args(penalty, beta=0.0, adaptive_beta=False))
+
+
+def test_penalty_logs_the_kl_of_the_whole_batch_after_all_epochs(penalty, small_args, monkeypatch) -> None:
+    """Recomputed from the policy before and after the iteration on all rows, with torch.distributions."""
+    batches = watch(monkeypatch, penalty, "ppo_loss", samples)
+    agents = watch(monkeypatch, penalty, "Agent", lambda args, result: result)
+    args = small_args(penalty, total_timesteps=128, update_epochs=4, num_minibatches=1, learning_rate=0.01)
+    penalty.train(args)
+    obs, old_means, old_logstd = batches[-1][0], batches[-1][6], batches[-1][7]
+    with torch.no_grad():
+        means, _ = agents[0](obs)
+    new = torch.distributions.Normal(means, agents[0].actor_logstd.detach().exp())
+    old = torch.distributions.Normal(old_means, old_logstd.exp())
+    expected = float(torch.distributions.kl_divergence(old, new).sum(-1).mean())
+    assert expected > 1e-4
+    assert scalars(folder(args))["losses/kl"][0][1] == pytest.approx(expected, rel=1e-3)
