@@ -79,9 +79,7 @@ class Args:
     bf16: bool = False  # networks in bfloat16 (autocast), other matrix products in TF32
     exp_name: str = "ppo_atari"  # name of the experiment, part of the folder's name
     run_dir: str = "runs"  # where run folders are made
-    checkpoint_every: int | None = (
-        None  # iterations; episodes restart there; 0 never, default each 51,200 steps per env
-    )
+    checkpoint_every: int | None = None  # iterations; 0 never, default 51,200 steps per env; episodes restart there
     resume: str | None = None  # run folder to go on with; its flags are the defaults
     evaluate: str | None = None  # run folder whose policy plays, without training
     eval_episodes: int = 10  # full games to play
@@ -153,7 +151,7 @@ def layer_init(layer: Any, gain: float = 2**0.5) -> Any:
 
 
 class Agent(nn.Module):
-    """Policy and value head on one Nature CNN [21]; `bf16` computes it in bfloat16."""
+    """Policy and value heads on one shared network [13], the Nature CNN [21]; `bf16` computes it in bfloat16."""
 
     def __init__(self, num_actions: int, bf16: bool = False):
         super().__init__()
@@ -226,18 +224,17 @@ def value_loss(new_values: Tensor, old_values: Tensor, returns: Tensor, clip_coe
 
 def ppo_loss(args: Args, agent: nn.Module, obs: Tensor, actions: Tensor, logprobs: Tensor, advantages: Tensor, returns: Tensor,
              values: Tensor) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """-(L^CLIP - c1·L^VF + c2·S) (eq. 9) on a minibatch [B], and its debug variables [12] in the order of STATS."""
+    """-(L^CLIP - c1·L^VF + c2·S) (eq. 9) on a minibatch [B], and its debug variables [12] as STATS names them."""
     policy, new_values = agent(obs)
     logratio = policy.log_prob(actions) - logprobs
     policy_loss = clipped_surrogate_loss(logratio, advantages, args.clip_coef)
     v_loss = value_loss(new_values, values, returns, args.clip_coef if args.clip_vloss else None)
     entropy = policy.entropy().mean()
     loss = policy_loss + args.vf_coef * v_loss - args.ent_coef * entropy  # [10]
-    with torch.no_grad():  # KL(π_old‖π) is estimated by the means of -log r and of (r - 1) - log r, which is never < 0
-        ratio = logratio.exp()
-        clipfrac = ((ratio - 1).abs() > args.clip_coef).float().mean()
-        stats = [v_loss, policy_loss, entropy, -logratio.mean(), (ratio - 1 - logratio).mean(), clipfrac]
-    return loss, torch.stack(stats)
+    clipfrac = ((logratio.exp() - 1).abs() > args.clip_coef).float().mean()
+    # KL(π_old‖π) is estimated by the means of -log r and of (r - 1) - log r, which is never negative
+    stats = [v_loss, policy_loss, entropy, -logratio.mean(), (logratio.exp() - 1 - logratio).mean(), clipfrac]
+    return loss, torch.stack(stats).detach()
 
 
 def train(args: Args) -> dict[str, float]:
@@ -452,8 +449,11 @@ class Run:
             name = re.sub(
                 r"[^\w.-]+", "-", f"{args.env_id}__{args.exp_name}__{args.seed}__{time.strftime('%y%m%d-%H%M%S')}_"
             )
-            os.makedirs(args.run_dir, exist_ok=True)
-            self.folder = Path(tempfile.mkdtemp(prefix=name, dir=args.run_dir)).absolute()
+            try:
+                os.makedirs(args.run_dir, exist_ok=True)
+                self.folder = Path(tempfile.mkdtemp(prefix=name, dir=args.run_dir)).absolute()
+            except OSError as error:
+                raise UsageError(f"--run-dir {args.run_dir} cannot hold run folders: {error}") from None
         (self.folder / "args.json").write_text(json.dumps(asdict(replace(args, resume=None)), indent=2))
         if args.track:
             import wandb

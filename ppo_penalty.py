@@ -78,9 +78,7 @@ class Args:
     bf16: bool = False  # networks in bfloat16 (autocast), other matrix products in TF32
     exp_name: str = "ppo_penalty"  # name of the experiment, part of the folder's name
     run_dir: str = "runs"  # where run folders are made
-    checkpoint_every: int | None = (
-        None  # iterations; episodes restart there; 0 never, default each 51,200 steps per env
-    )
+    checkpoint_every: int | None = None  # iterations; 0 never, default 51,200 steps per env; episodes restart there
     resume: str | None = None  # run folder to go on with; its flags are the defaults
     evaluate: str | None = None  # run folder whose policy plays, without training
     eval_episodes: int = 10  # episodes to play
@@ -97,15 +95,17 @@ class NormalizedEnvs:
     `obs` float32 [N, D] is what to act on next; `final_obs`, what the step led to, differs where an episode ended."""
 
     def __init__(self, args: Args, num_envs: int):
-        self.envs, self.gamma = make_envs(args, num_envs), args.gamma
+        self.make, self.gamma = lambda: make_envs(args, num_envs), args.gamma
+        self.envs = self.make()
         self.low, self.high = self.envs.single_action_space.low, self.envs.single_action_space.high
         self.obs_stats, self.return_stats = Normalizer(*self.envs.single_observation_space.shape), Normalizer()
-        self.lengths, self.scores, self.discounted = np.zeros(num_envs, int), np.zeros(num_envs), np.zeros(num_envs)
 
     def reset(self, seed: int) -> None:
         """Start N new episodes that depend on `seed` alone."""
-        raw, _ = self.envs.reset(seed=np.random.SeedSequence(seed).generate_state(len(self.lengths)).tolist())
-        self.lengths[:], self.scores[:], self.discounted[:] = 0, 0, 0
+        self.envs.close()
+        self.envs = self.make()  # some environments remember more than their reset clears
+        raw, _ = self.envs.reset(seed=np.random.SeedSequence(seed).generate_state(self.envs.num_envs).tolist())
+        self.lengths, self.scores, self.discounted = np.zeros((3, self.envs.num_envs))
         self.obs = self.final_obs = self.normalize(raw)
 
     def normalize(self, raw: np.ndarray, index: np.ndarray | None = None) -> np.ndarray:
@@ -223,7 +223,7 @@ def value_loss(new_values: Tensor, old_values: Tensor, returns: Tensor, clip_coe
 
 def ppo_loss(args: Args, agent: Agent, obs: Tensor, actions: Tensor, logprobs: Tensor, advantages: Tensor, returns: Tensor,
              values: Tensor, old_means: Tensor, old_logstd: Tensor) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """-(L^KLPEN - c1·L^VF + c2·S) (eq. 9) on a minibatch [B], and its debug variables [12] in the order of STATS."""
+    """-(L^KLPEN - c1·L^VF + c2·S) (eq. 9) on a minibatch [B], and its debug variables [12] as STATS names them."""
     means, new_values = agent(obs)
     logratio = gaussian_logprob(actions, means, agent.actor_logstd) - logprobs
     kl = kl_divergence((old_means, old_logstd), (means, agent.actor_logstd))
@@ -231,10 +231,9 @@ def ppo_loss(args: Args, agent: Agent, obs: Tensor, actions: Tensor, logprobs: T
     v_loss = value_loss(new_values, values, returns, None)
     entropy = (agent.actor_logstd + 0.5 * np.log(2 * np.pi * np.e)).sum()
     loss = policy_loss + args.vf_coef * v_loss - args.ent_coef * entropy  # [10]
-    with torch.no_grad():  # KL(π_old‖π) is estimated by the means of -log r and of (r - 1) - log r, which is never < 0
-        ratio = logratio.exp()
-        stats = [v_loss, policy_loss, entropy, -logratio.mean(), (ratio - 1 - logratio).mean()]
-    return loss, torch.stack(stats)
+    # KL(π_old‖π) is estimated by the means of -log r and of (r - 1) - log r, which is never negative
+    stats = [v_loss, policy_loss, entropy, -logratio.mean(), (logratio.exp() - 1 - logratio).mean()]
+    return loss, torch.stack(stats).detach()
 
 
 def train(args: Args) -> dict[str, float]:
@@ -458,7 +457,7 @@ def check_finite(what: str, values: np.ndarray, steps: np.ndarray, index: np.nda
     if not np.isfinite(values).all():
         i = int(np.argmin(np.isfinite(values.reshape(len(values), -1)).all(1)))
         env = i if index is None else int(index[i])
-        raise FloatingPointError(f"{what} of environment {env} is {values[i]} at step {steps[env]} of its episode")
+        raise FloatingPointError(f"{what} of environment {env} is {values[i]} at step {steps[env]:.0f} of its episode")
 
 
 def reseed(seed: int, iteration: int) -> int:
@@ -538,8 +537,11 @@ class Run:
             name = re.sub(
                 r"[^\w.-]+", "-", f"{args.env_id}__{args.exp_name}__{args.seed}__{time.strftime('%y%m%d-%H%M%S')}_"
             )
-            os.makedirs(args.run_dir, exist_ok=True)
-            self.folder = Path(tempfile.mkdtemp(prefix=name, dir=args.run_dir)).absolute()
+            try:
+                os.makedirs(args.run_dir, exist_ok=True)
+                self.folder = Path(tempfile.mkdtemp(prefix=name, dir=args.run_dir)).absolute()
+            except OSError as error:
+                raise UsageError(f"--run-dir {args.run_dir} cannot hold run folders: {error}") from None
         (self.folder / "args.json").write_text(json.dumps(asdict(replace(args, resume=None)), indent=2))
         if args.track:
             import wandb

@@ -10,7 +10,9 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
+torch.set_num_threads(1)  # the tests run in several processes
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
 PPO = ["ppo_atari", "ppo_continuous", "ppo_penalty"]

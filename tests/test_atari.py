@@ -33,7 +33,9 @@ class Recorder:
 def play(env: Any, steps: int, seed: int = 0, action: int | None = None) -> list[Any]:
     rng = np.random.default_rng(seed)
     n = len(env.games)
-    return [env.step(rng.integers(0, env.num_actions, n) if action is None else np.full(n, action)) for _ in range(steps)]
+    return [
+        env.step(rng.integers(0, env.num_actions, n) if action is None else np.full(n, action)) for _ in range(steps)
+    ]
 
 
 SAME_GAME = ["Breakout", "breakout", "BreakoutNoFrameskip-v4", "ALE/Breakout-v5", "BreakoutDeterministic-v4"]
@@ -60,7 +62,9 @@ def test_games_with_and_without_fire_run(atari: ModuleType, env_id: str) -> None
     assert env.obs.any() and env.obs.dtype == np.uint8 and env.obs.shape == (2, 4, 84, 84)
 
 
-@pytest.mark.parametrize("env_id, near", [("Brakout", "Breakout"), ("MontezumasRevengeNoFrameskip-v4", "MontezumaRevenge")])
+@pytest.mark.parametrize(
+    "env_id, near", [("Brakout", "Breakout"), ("MontezumasRevengeNoFrameskip-v4", "MontezumaRevenge")]
+)
 def test_a_misspelt_game_names_the_nearest(atari: ModuleType, env_id: str, near: str) -> None:
     with pytest.raises(atari.UsageError, match=near):
         games(atari, env_id)
@@ -91,7 +95,9 @@ def test_lives_end_episodes_but_not_the_game_and_fire_follows_each(atari: Module
     assert all(ended == terminated for _, ended, terminated in own)  # a row terminates exactly where a life was lost
     assert sum(ended for _, ended, _ in own) >= 11
     for before, after in extra:
-        assert after[0] == env.fire  # FIRE after a life; after a game any action restarts and FIRE is the emulator's own
+        assert (
+            after[0] == env.fire
+        )  # FIRE after a life; after a game any action restarts and FIRE is the emulator's own
         assert after[4] == (5 if before[2] else before[4])
 
 
@@ -158,7 +164,7 @@ def test_a_frame_cap_truncates_and_keeps_the_true_last_frames(atari: ModuleType)
     truncated = [bool(rows[2, 0]) for rows, _ in results]
     assert truncated == [(t + 1) % 10 == 0 for t in range(30)] and not any(rows[1, 0] for rows, _ in results)
     env.reset(1)
-    for t in range(10):
+    for _ in range(10):
         previous = env.obs.copy()
         rows, finished = env.step(np.array([0]))
         np.testing.assert_array_equal(env.final_obs[0, :3], previous[0, 1:])  # the game went on up to there

@@ -263,4 +263,6 @@ def test_combinations_of_signs_are_complete() -> None:
     """Guards the table in test_lessons.py: three ratio regions times two signs."""
     from test_lessons import TABLE
 
-    assert {(np.sign(a), region) for a, region, *_ in TABLE} == set(itertools.product((1, -1), ("below", "in", "above")))
+    assert {(np.sign(a), region) for a, region, *_ in TABLE} == set(
+        itertools.product((1, -1), ("below", "in", "above"))
+    )

@@ -1,0 +1,123 @@
+"""What holds the scripts together without a shared package: equal text, equal pins, marks with tests, a README that works."""
+
+import ast
+import difflib
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import details
+import pytest
+from conftest import PPO, ROOT, SCRIPTS
+
+ATARI = {*map(str, [*range(1, 23), "S2", "S3"])}
+CONTINUOUS = {*map(str, [*range(1, 8), *range(8, 14), *range(23, 32), "S2", "S3"])}
+EXPECTED_MARKS = {
+    "ppo_atari": ATARI,
+    "ppo_continuous": CONTINUOUS,
+    "ppo_penalty": CONTINUOUS - {"8"},  # its objective is the penalised one
+}
+MEANT_TO_DIFFER = {
+    "Args": "flags and defaults",
+    "Agent": "network and distribution",
+    "ppo_loss": "objective and distribution",
+    "train": "the algorithm itself",
+    "evaluate": "environment and network",
+    "make_envs": "TRPO takes discrete actions too",
+    "NormalizedEnvs": "TRPO sends discrete actions too",
+    "check_args": "flags that only one algorithm has",
+    "kl_divergence": "TRPO has two kinds of distributions",
+}
+
+
+def pieces(path: Path) -> dict[str, str]:
+    source = path.read_text()
+    return {
+        node.name: ast.get_source_segment(source, node) or ""
+        for node in ast.parse(source).body
+        if isinstance(node, ast.FunctionDef | ast.ClassDef)
+    }
+
+
+def test_what_means_the_same_is_the_same_text() -> None:
+    first: dict[str, tuple[str, str]] = {}
+    for name in SCRIPTS:
+        for piece, text in pieces(ROOT / f"{name}.py").items():
+            script, reference = first.setdefault(piece, (name, text))
+            if piece not in MEANT_TO_DIFFER:
+                change = "\n".join(difflib.unified_diff(reference.split("\n"), text.split("\n"), script, name, lineterm="", n=0))
+                assert text == reference, f"{piece} differs:\n{change}"
+
+
+def test_the_two_objectives_are_one_short_diff_apart() -> None:
+    texts = [(ROOT / f"ppo_{name}.py").read_text().splitlines() for name in ("continuous", "penalty")]
+    changed = [line for line in difflib.ndiff(*texts) if line[:2] in ("- ", "+ ")]
+    assert len(changed) <= 120
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_the_algorithm_comes_first_and_fits(name: str) -> None:
+    lines = (ROOT / f"{name}.py").read_text().splitlines()
+    heading = next(i for i, line in enumerate(lines) if line.startswith("# ---") and line.endswith("Plumbing"))
+    assert heading <= 300
+    above = "\n".join(lines[:heading])
+    assert "def train(" in above and "def compute_gae(" in above and "def main(" not in above
+
+
+def test_no_script_imports_another() -> None:
+    for name in SCRIPTS:
+        for node in ast.walk(ast.parse((ROOT / f"{name}.py").read_text())):
+            modules = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            modules += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            assert not {m.split(".")[0] for m in modules} & {*SCRIPTS, "tests", "conftest"}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_the_inline_header_agrees_with_the_pins(name: str) -> None:
+    source = (ROOT / f"{name}.py").read_text()
+    block = re.match(r"# /// script\n((?:#.*\n)+?)# ///\n", source)
+    assert block
+    header = tomllib.loads(re.sub(r"^# ?", "", block[1], flags=re.M))
+    pins = {line for line in (ROOT / "requirements.txt").read_text().splitlines() if "==" in line}
+    assert header["requires-python"] == ">=3.11" and set(header["dependencies"]) <= pins
+    third_party = {"torch", "numpy", "tyro", "tqdm", "gymnasium", "ale_py"}
+    imported = set(re.findall(r"^\s*(?:import|from) (\w+)", source, re.M)) & third_party
+    named = {re.split(r"[=\[]", dependency)[0].replace("-", "_") for dependency in header["dependencies"]}
+    assert imported <= named and "tensorboard" in named
+
+
+@pytest.mark.parametrize("name", PPO)
+def test_every_detail_is_marked_and_every_mark_has_a_test(name: str) -> None:
+    found, claims = details.marks(ROOT / f"{name}.py"), details.tests()
+    assert set(found) == EXPECTED_MARKS[name]
+    assert all("" not in names for names in found.values()), "a mark outside every function"
+    assert not [mark for mark in found if not claims[mark]]
+    assert set(claims) <= set(details.CATALOGUE)
+
+
+def test_details_md_is_up_to_date() -> None:
+    assert (ROOT / "DETAILS.md").read_text() == details.text(), "run: python tests/details.py"
+
+
+def test_importing_a_script_starts_nothing(tmp_path: Path) -> None:
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import {', '.join(SCRIPTS)}"
+    result = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert result.returncode == 0 and not result.stdout and not result.stderr and not list(tmp_path.iterdir())
+
+
+def test_every_command_of_the_readme_parses() -> None:
+    """Commands in README.md's code blocks name scripts that exist and flags that they have."""
+    from conftest import MODULES
+
+    blocks = re.findall(r"```(?:bash|sh)\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    commands = [line for block in blocks for line in block.replace("\\\n", " ").splitlines() if ".py" in line]
+    assert len(commands) >= 8
+    for line in commands:
+        line = line.split("&&")[-1].split("#")[0].strip()
+        script, *flags = line[re.search(r"\w+\.py", line).start() :].split()  # type: ignore[union-attr]
+        name = script.removesuffix(".py")
+        if name in MODULES and not {"--resume", "--evaluate", "--help"} & set(flags):
+            MODULES[name].parse_args(flags)
+        assert (ROOT / script).exists() or (ROOT / "benchmarks" / script).exists(), line

@@ -1,0 +1,120 @@
+"""Data-parallel training with torch.distributed (gloo): K processes do what one would on all the data."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import ROOT, SMALL, environment, scalars
+
+WORKER = """
+import sys, json, torch
+sys.path.insert(0, {root!r})
+import {name} as script
+import torch.distributed as dist
+if script.WORLD > 1:
+    dist.init_process_group("gloo")
+torch.set_num_threads(1)
+torch.manual_seed(0)
+atari = {name!r} == "ppo_atari"
+agent = script.Agent(4) if atari else script.Agent(3, 2)
+obs = torch.randint(0, 256, (16, 4, 84, 84), dtype=torch.uint8) if atari else torch.randn(16, 3)
+actions = torch.randint(4, (16,)) if atari else torch.randn(16, 2)
+logprobs, advantages, returns, values = torch.randn(4, 16)
+extra = [torch.randn(16, 2), torch.zeros(16, 2)] if {name!r} == "ppo_penalty" else []
+batch = [x.chunk(script.WORLD)[script.RANK] for x in (obs, actions, logprobs - 3, 5 * advantages + 2, returns, values, *extra)]
+batch[3] = script.normalize_advantages(batch[3])
+loss, stats = script.ppo_loss(script.Args(), agent, *batch)
+loss.backward()
+script.average_gradients(agent)
+flat = torch.cat([p.grad.reshape(-1) for p in agent.parameters() if p.grad is not None])
+if script.RANK == 0:
+    torch.save([flat, script.global_mean(stats)], sys.argv[1])
+else:
+    script.global_mean(stats)
+"""
+
+SHARE = """
+import sys, torch, numpy as np
+sys.path.insert(0, {root!r})
+import {name} as script
+import torch.distributed as dist
+if script.WORLD > 1:
+    dist.init_process_group("gloo")
+stats = script.Normalizer(2)
+for seed in (1, 2, 3):  # three rounds: what was shared must not be counted again
+    rows = np.random.default_rng(seed).normal(5, 3, (40, 2))
+    for part in np.split(rows, script.WORLD)[script.RANK].reshape(-1, 5, 2):
+        stats.update(part)
+    stats.share()
+states = [None] * script.WORLD
+dist.all_gather_object(states, stats.state_dict())
+assert states[0] == states[-1], "the processes hold different statistics"
+if script.RANK == 0:
+    torch.save(stats.state_dict(), sys.argv[1])
+"""
+
+
+def torchrun(cwd: Path, ranks: int, *command: Any, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *map(str, command)],
+        cwd=cwd,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+
+
+@pytest.mark.detail("S2")
+@pytest.mark.detail("7")
+def test_two_processes_have_the_gradient_of_one(ppo, tmp_path: Path) -> None:
+    worker = tmp_path / "worker.py"
+    worker.write_text(WORKER.format(root=str(ROOT), name=ppo.__name__))
+    results = []
+    for ranks in (1, 2):
+        result = torchrun(tmp_path, ranks, worker, tmp_path / f"{ranks}.pt")
+        assert result.returncode == 0, result.stderr
+        results.append(torch.load(tmp_path / f"{ranks}.pt"))
+    for one, two in zip(*results, strict=True):
+        torch.testing.assert_close(two, one, atol=1e-6, rtol=1e-5)
+
+
+def test_two_processes_have_the_statistics_of_one(gaussian, tmp_path: Path) -> None:
+    import numpy as np
+
+    worker = tmp_path / "worker.py"
+    worker.write_text(SHARE.format(root=str(ROOT), name=gaussian.__name__))
+    result = torchrun(tmp_path, 2, worker, tmp_path / "2.pt")
+    assert result.returncode == 0, result.stderr
+    state = torch.load(tmp_path / "2.pt")
+    rows = np.concatenate([np.random.default_rng(seed).normal(5, 3, (40, 2)) for seed in (1, 2, 3)])
+    assert state["count"] == pytest.approx(120 + 1e-4)
+    np.testing.assert_allclose(state["mean"], rows.mean(0), rtol=1e-5)
+    np.testing.assert_allclose(state["var"], rows.var(0), rtol=1e-4)
+
+
+def test_torchrun_trains_logs_once_and_resumes(name: str, tmp_path: Path) -> None:
+    script = ROOT / f"{name}.py"
+    result = torchrun(tmp_path, 2, script, *SMALL[name])
+    assert result.returncode == 0, result.stderr
+    (folder,) = (tmp_path / "runs").iterdir()
+    logged = scalars(folder)
+    assert [step for step, _ in logged["losses/value_loss"]] == [128, 256, 384, 512]
+    if name != "ppo_atari":
+        steps = [step for step, _ in logged["charts/episodic_return"]]
+        assert len(steps) == len(set(steps)) == 2 * (256 // 5)  # the episodes of both processes
+    assert result.stdout.count("run folder") == 2
+    again = torchrun(tmp_path, 2, script, "--resume", folder, "--total-timesteps", 768)
+    assert again.returncode == 0, again.stderr
+    assert [step for step, _ in scalars(folder)["losses/value_loss"]] == [128, 256, 384, 512, 640, 768]
+    assert json.loads((folder / "args.json").read_text())["total_timesteps"] == 768
+
+
+def test_environments_that_do_not_divide_are_refused(name: str, tmp_path: Path) -> None:
+    result = torchrun(tmp_path, 2, ROOT / f"{name}.py", *SMALL[name], "--num-envs", 3)
+    assert result.returncode != 0 and "--num-envs 3 must be a multiple of the 2 processes" in result.stderr
+    assert not (tmp_path / "runs").exists()

@@ -1,0 +1,555 @@
+"""TRPO: its linear algebra against dense matrices, finite differences and closed forms, its step from outside."""
+
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import MODULES, command, environment, run, run_small, scalars
+
+trpo = MODULES["trpo"]
+Policy = Callable[[torch.Tensor], tuple[torch.Tensor, ...]]
+KINDS = pytest.mark.parametrize("discrete", [False, True], ids=["Box", "Discrete"])
+
+
+def tiny(discrete: bool, seed: int = 0, rows: int = 7) -> tuple[Policy, torch.Tensor]:
+    """θ -> π_θ of a small tanh network in float64 for some observations, and a θ."""
+    generator = torch.Generator().manual_seed(seed)
+    obs = torch.randn(rows, 3, generator=generator, dtype=torch.float64)
+    theta = torch.randn(4 * 4 + 5 * 2 + (0 if discrete else 2), generator=generator, dtype=torch.float64) * 0.7
+
+    def policy(theta: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        hidden = (obs @ theta[:12].view(3, 4) + theta[12:16]).tanh()
+        out = hidden @ theta[16:24].view(4, 2) + theta[24:26]
+        return (out,) if discrete else (out, theta[26:])
+
+    return policy, theta
+
+
+def distribution(pi: Any) -> Any:
+    if len(pi) == 1:
+        return torch.distributions.Categorical(logits=pi[0])
+    return torch.distributions.Independent(torch.distributions.Normal(pi[0], pi[1].exp().expand_as(pi[0])), 1)
+
+
+def library_kl(old: Any, new: Any) -> torch.Tensor:
+    """KL(old‖new) of each row by torch.distributions."""
+    return torch.distributions.kl_divergence(distribution(old), distribution(new))
+
+
+def dense(matvec: Callable[[torch.Tensor], torch.Tensor], n: int) -> torch.Tensor:
+    return torch.stack([matvec(row) for row in torch.eye(n, dtype=torch.float64)], 1)
+
+
+# ------------------------------------------------------------------------------------------------------ Fisher products
+
+
+@pytest.mark.detail("TRPO-FVP")
+@KINDS
+def test_products_equal_the_dense_fisher_matrix_of_scores(discrete: bool) -> None:
+    """F = E_s E_a[∇log π ∇log πᵀ], the expectation over actions in full: a sum, or Gauss-Hermite quadrature."""
+    policy, theta = tiny(discrete)
+    pi = policy(theta)
+    if discrete:
+        actions, weights = torch.eye(2, dtype=torch.float64)[:, None].expand(2, 7, 2), pi[0].softmax(-1).T
+    else:
+        import numpy as np
+
+        x, w = (torch.from_numpy(part) for part in np.polynomial.hermite_e.hermegauss(8))
+        grid = torch.cartesian_prod(x, x)
+        actions = pi[0] + pi[1].exp() * grid[:, None]
+        weights = (torch.cartesian_prod(w, w).prod(-1) / w.sum() ** 2)[:, None].expand(-1, 7)
+    index = actions.argmax(-1) if discrete else actions
+    scores = torch.func.jacrev(lambda theta: distribution(policy(theta)).log_prob(index))(theta)
+    fisher = (scores.flatten(0, 1).T * weights.flatten()) @ scores.flatten(0, 1) / 7
+    products = dense(trpo.fisher_vector_product(policy, theta, 0.0), len(theta))
+    assert fisher.abs().max() > 0.1
+    torch.testing.assert_close(products, fisher, atol=1e-10, rtol=1e-8)
+
+
+@pytest.mark.detail("TRPO-FVP")
+@KINDS
+def test_products_equal_a_finite_difference_hessian_of_the_kl_from_old_to_new(discrete: bool) -> None:
+    policy, theta = tiny(discrete)
+    old, h, n = policy(theta), 1e-3, len(theta)
+    kl = lambda shift: float(library_kl(old, policy(theta + shift)).mean())
+    axes = torch.eye(n, dtype=torch.float64) * h
+    hessian = torch.zeros(n, n, dtype=torch.float64)
+    for i in range(n):
+        for j in range(i + 1):
+            a, b = axes[i], axes[j]
+            hessian[i, j] = hessian[j, i] = (kl(a + b) - kl(a - b) - kl(b - a) + kl(-a - b)) / (4 * h * h)
+    products = dense(trpo.fisher_vector_product(policy, theta, 0.0), n)
+    torch.testing.assert_close(products, hessian, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.detail("TRPO-FVP")
+@KINDS
+@pytest.mark.parametrize("damping", [0.0, 0.1])
+def test_products_equal_double_backprop_and_forward_mode(discrete: bool, damping: float) -> None:
+    policy, theta = tiny(discrete, seed=1)
+    old = policy(theta)
+    v = torch.randn_like(theta)
+    point = theta.clone().requires_grad_()
+    kl = library_kl(old, policy(point)).mean()
+    (gradient,) = torch.autograd.grad(kl, point, create_graph=True)
+    (expected,) = torch.autograd.grad(gradient @ v, point)
+    product = trpo.fisher_vector_product(policy, theta, damping)(v)
+    torch.testing.assert_close(product, expected + damping * v)
+    jv = torch.func.jvp(policy, (theta,), (v,))[1]  # vᵀFv as the weighted square of the change of the distribution
+    if discrete:
+        p = old[0].softmax(-1)
+        square = (p * jv[0].square()).sum(-1) - (p * jv[0]).sum(-1).square()
+    else:
+        square = (jv[0] / old[1].exp()).square().sum(-1) + 2 * jv[1].square().sum()
+    assert float(v @ product) == pytest.approx(float(square.mean() + damping * v @ v))
+
+
+@pytest.mark.detail("TRPO-FVP")
+@KINDS
+def test_products_are_symmetric_and_positive_for_the_real_agent(discrete: bool) -> None:
+    torch.manual_seed(0)
+    agent, obs = trpo.Agent(5, 3, discrete), torch.randn(64, 5)
+    theta = torch.cat([p.detach().flatten() for p in trpo.policy_parameters(agent).values()])
+    matvec = trpo.fisher_vector_product(policy_of(agent, obs), theta, 0.0)
+    for _ in range(10):
+        u, v = torch.randn(2, len(theta))
+        assert float(v @ matvec(v)) > 0
+        assert float(u @ matvec(v)) == pytest.approx(float(v @ matvec(u)), rel=1e-3, abs=1e-4)
+    torch.testing.assert_close(matvec(2 * u - v), 2 * matvec(u) - matvec(v), atol=1e-4, rtol=1e-3)
+
+
+def policy_of(agent: Any, obs: torch.Tensor) -> Policy:
+    return lambda theta: torch.func.functional_call(agent, trpo.unflatten(agent, theta), (obs,))
+
+
+@pytest.mark.detail("S2")
+def test_the_product_of_all_processes_is_the_mean_of_theirs() -> None:
+    """Equal shares: what `global_mean` averages is the product over the whole batch."""
+    torch.manual_seed(0)
+    agent, obs = trpo.Agent(4, 2, False), torch.randn(32, 4)
+    theta = torch.cat([p.detach().flatten() for p in trpo.policy_parameters(agent).values()])
+    v = torch.randn_like(theta)
+    whole, *shares = (trpo.fisher_vector_product(policy_of(agent, x), theta, 0.1)(v) for x in (obs, obs[:16], obs[16:]))
+    torch.testing.assert_close(whole, (shares[0] + shares[1]) / 2)
+
+
+def test_the_log_std_is_inside_the_fisher_matrix_with_curvature_2() -> None:
+    agent = trpo.Agent(3, 2, False)
+    named = trpo.policy_parameters(agent)
+    assert any(p is agent.actor_logstd for p in named.values())
+    theta = torch.cat([p.detach().flatten() for p in named.values()])
+    zero = {name: torch.zeros_like(p) for name, p in named.items()}
+    v = torch.cat([x.flatten() for x in (zero | {"actor_logstd": torch.tensor([1.0, 0.0])}).values()])
+    product = trpo.fisher_vector_product(policy_of(agent, torch.randn(8, 3)), theta, 0.0)(v)
+    torch.testing.assert_close(product, 2 * v)
+
+
+# ---------------------------------------------------------------------------------------------------- conjugate gradient
+
+
+@pytest.mark.detail("TRPO-CG")
+@pytest.mark.parametrize("n", [1, 2, 5, 10])
+def test_cg_solves_a_quadratic_in_n_iterations(n: int) -> None:
+    generator = torch.Generator().manual_seed(n)
+    root = torch.randn(n, n, generator=generator, dtype=torch.float64)
+    matrix = root @ root.T + torch.eye(n, dtype=torch.float64)
+    answer = torch.randn(n, generator=generator, dtype=torch.float64)
+    x = trpo.conjugate_gradient(matrix.mv, matrix @ answer, n, 1e-10)
+    torch.testing.assert_close(x, answer, atol=1e-6, rtol=0)
+
+
+@pytest.mark.detail("TRPO-CG")
+def test_cg_minimises_the_quadratic_over_growing_krylov_spaces() -> None:
+    """After k iterations x is the best point of span{b, Ab, ..., A^(k-1)b}: solved here by least squares."""
+    torch.manual_seed(0)
+    root = torch.randn(8, 8, dtype=torch.float64)
+    matrix, b = root @ root.T + torch.eye(8, dtype=torch.float64), torch.randn(8, dtype=torch.float64)
+    for k in range(1, 6):
+        basis = torch.linalg.qr(torch.stack([torch.linalg.matrix_power(matrix, i) @ b for i in range(k)], 1))[0]
+        best = basis @ torch.linalg.solve(basis.T @ matrix @ basis, basis.T @ b)
+        torch.testing.assert_close(trpo.conjugate_gradient(matrix.mv, b, k), best, atol=1e-8, rtol=1e-6)
+
+
+@pytest.mark.detail("TRPO-CG")
+def test_cg_stops_at_its_tolerance_and_at_once_when_there_is_nothing_to_solve() -> None:
+    calls: list[torch.Tensor] = []
+    scale = torch.tensor([1.0, 10.0, 100.0], dtype=torch.float64)
+
+    def matvec(v: torch.Tensor) -> torch.Tensor:
+        calls.append(v)
+        return scale * v
+
+    b = torch.ones(3, dtype=torch.float64)
+    x = trpo.conjugate_gradient(matvec, b, 100, 1e-3)
+    assert (b - scale * x).norm() <= 1e-3 * b.norm() and len(calls) <= 5
+    small = trpo.conjugate_gradient(lambda v: scale * v, 1e-9 * b, 100, 1e-10)
+    torch.testing.assert_close(small, 1e-9 / scale, atol=0, rtol=1e-8)  # the tolerance is relative
+    assert trpo.conjugate_gradient(lambda v: scale * v, torch.zeros(3, dtype=torch.float64), 10).tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("curvature", [0.0, -1.0, math.nan])
+def test_cg_keeps_what_it_has_when_curvature_is_not_positive(curvature: float) -> None:
+    assert trpo.conjugate_gradient(lambda v: curvature * v, torch.ones(3), 10).tolist() == [0, 0, 0]
+    scale = torch.tensor([1.0, curvature])
+    step, _ = trpo.natural_step(torch.tensor([2.0, 0.1]), lambda v: scale * v, 10, 0.01)  # no solution, or no minimum
+    assert step.isfinite().all()
+
+
+# ----------------------------------------------------------------------------------------------------------- natural step
+
+
+@pytest.mark.detail("TRPO-step")
+def test_natural_gradient_of_a_gaussian_bandit_is_the_closed_form() -> None:
+    """θ = (mean, log std) of one normal action: F = diag(1/σ², 2), so F⁻¹g = (σ² g_μ, g_logσ / 2)."""
+    theta = torch.tensor([0.3, -0.6], dtype=torch.float64)
+    std = theta[1].exp()
+    policy = lambda theta: (theta[:1].expand(50, 1), theta[1:])
+    gradient = torch.tensor([0.7, -0.2], dtype=torch.float64)
+    natural = torch.stack([std**2 * gradient[0], gradient[1] / 2])
+    matvec = trpo.fisher_vector_product(policy, theta, 0.0)
+    torch.testing.assert_close(trpo.conjugate_gradient(matvec, gradient, 2), natural)
+    step, residual = trpo.natural_step(gradient, matvec, 2, 0.01)
+    torch.testing.assert_close(step, natural * torch.sqrt(0.02 / (gradient @ natural)))
+    assert float(residual) < 1e-9
+    kl = library_kl(policy(theta), policy(theta + step)).mean()
+    assert float(kl) == pytest.approx(0.01, rel=0.15)  # to second order
+
+
+@pytest.mark.detail("TRPO-step")
+def test_of_all_steps_of_that_length_in_kl_it_gains_most() -> None:
+    policy, theta = tiny(False)
+    matrix = dense(trpo.fisher_vector_product(policy, theta, 0.1), len(theta))
+    torch.manual_seed(0)
+    gradient = torch.randn_like(theta)
+    step, residual = trpo.natural_step(gradient, matrix.mv, 60, 0.01)
+    assert float(0.5 * step @ matrix @ step) == pytest.approx(0.01) and float(residual) < 1e-8
+    for _ in range(100):
+        other = torch.randn_like(theta)
+        other *= torch.sqrt(0.02 / (other @ matrix @ other))
+        assert gradient @ other < gradient @ step
+
+
+@pytest.mark.detail("TRPO-degenerate")
+@pytest.mark.parametrize(
+    "gradient, curvature",
+    [(0.0, 1.0), (1.0, 0.0), (1.0, -1.0), (1.0, math.nan), (math.nan, 1.0), (math.inf, 1.0), (1e30, 1.0)],
+)
+def test_without_a_usable_direction_there_is_no_step(gradient: float, curvature: float) -> None:
+    step, residual = trpo.natural_step(torch.full((4,), gradient), lambda v: curvature * v, 10, 0.01)
+    assert step.tolist() == [0, 0, 0, 0] and math.isfinite(residual)
+
+
+# ------------------------------------------------------------------------------------------------------------ line search
+
+
+def search(surrogates: list[float], kls: list[float], steps: int = 3, decay: float = 0.5) -> tuple[Any, ...]:
+    """A line search that meets these values, the first pair at the start; returns its result and the places it tried."""
+    theta, step, tried = torch.tensor([1.0, 0.1]), torch.tensor([1.0, -3.0]), []
+
+    def measure(at: torch.Tensor) -> torch.Tensor:
+        tried.append(float((at - theta)[0]))
+        return torch.tensor([surrogates[len(tried) - 1], kls[len(tried) - 1], 7.0])
+
+    return *trpo.line_search(measure, theta, step, 0.01, decay, steps), tried, theta
+
+
+@pytest.mark.detail("TRPO-search")
+def test_line_search_takes_the_first_candidate_that_passes_both_tests() -> None:
+    new, stats, fraction, backtracks, tried, theta = search([0.5, 0.9, 0.4, 0.6, 0.8], [0, 0.02, 0.001, 0.01, 0.001])
+    assert tried == [0.0, 1.0, 0.5, 0.25] and (fraction, backtracks) == (0.25, 2)
+    assert torch.equal(new, theta + 0.25 * torch.tensor([1.0, -3.0]))
+    assert stats.tolist() == pytest.approx([0.6, 0.01, 7.0])
+
+
+@pytest.mark.detail("TRPO-search")
+@pytest.mark.parametrize(
+    "surrogates, kls",
+    [
+        ([0.5, 0.4, 0.5, 0.3, 0.1], [0.0, 0, 0, 0, 0]),  # no improvement, equal is none
+        ([0.5, 0.9, 0.9, 0.9, 0.9], [0.0, 0.0101, 1, 1, 1]),  # outside the trust region
+        ([0.5, math.nan, math.inf, -math.inf, math.nan], [0.0, 0, 0, 0, 0]),
+        ([0.5, 0.9, 0.9, 0.9, 0.9], [0.0, math.nan, math.inf, math.nan, math.nan]),
+        ([math.nan, 0.9, 0.9, 0.9, 0.9], [0.0, 0, 0, 0, 0]),
+    ],
+)
+def test_line_search_returns_the_old_parameters_bit_for_bit_when_none_passes(surrogates: Any, kls: Any) -> None:
+    new, stats, fraction, backtracks, tried, theta = search(surrogates, kls)
+    assert len(tried) == 5 and (fraction, backtracks) == (0.0, 3)
+    assert torch.equal(new, theta) and stats[1] == 0
+
+
+# ---------------------------------------------------------------------------------------------------------- distributions
+
+
+def test_gaussian_kl_by_integration() -> None:
+    side = lambda mean, std: (torch.tensor([[mean]], dtype=torch.float64), torch.tensor([std]).double().log())
+    old, new = side(0.3, 0.8), side(-0.5, 1.7)
+    x = torch.linspace(-20, 20, 20001, dtype=torch.float64)[:, None]
+    log_old, log_new = (trpo.log_prob(x, s) for s in (old, new))
+    assert float(torch.trapezoid(log_old.exp(), x[:, 0])) == pytest.approx(1, abs=1e-9)
+    integral = torch.trapezoid(log_old.exp() * (log_old - log_new), x[:, 0])
+    assert float(trpo.kl_divergence(old, new)) == pytest.approx(float(integral), abs=1e-9)
+    assert float(trpo.kl_divergence(old, old)) == 0
+    assert float(trpo.kl_divergence(new, old)) != pytest.approx(float(integral), abs=1e-2)
+
+
+def test_categorical_kl_by_hand_and_by_sampling() -> None:
+    old, new = (torch.tensor([[0.5, 0.25, 0.25]]).log() + 3, ), (torch.tensor([[0.25, 0.5, 0.25]]).log() - 1,)  # fmt: skip
+    assert float(trpo.kl_divergence(old, new)) == pytest.approx(0.25 * math.log(2), rel=1e-5)
+    torch.manual_seed(0)
+    actions = trpo.sample((old[0].expand(200_000, 3),), trpo.draw_noise(torch.zeros(200_000, 3), True))
+    assert actions.float().mean(0).tolist() == pytest.approx([0.5, 0.25, 0.25], abs=0.005)
+    ratio = trpo.log_prob(actions, old) - trpo.log_prob(actions, new)
+    assert float(ratio.mean()) == pytest.approx(0.25 * math.log(2), abs=0.005)
+    extreme = (torch.tensor([[1000.0, 0.0, -1000.0]]),)
+    assert float(trpo.kl_divergence(extreme, extreme)) == 0 and float(trpo.entropy(extreme)) == 0
+
+
+@KINDS
+def test_log_prob_kl_entropy_and_samples_agree_with_the_library(discrete: bool) -> None:
+    torch.manual_seed(0)
+    old, new = (((torch.randn(6, 4),) if discrete else (torch.randn(6, 4), torch.randn(4) * 0.3)) for _ in range(2))
+    actions = trpo.sample(old, trpo.draw_noise(old[0], discrete))
+    index = actions.argmax(-1) if discrete else actions
+    torch.testing.assert_close(trpo.log_prob(actions, new), distribution(new).log_prob(index))
+    torch.testing.assert_close(trpo.kl_divergence(old, new), library_kl(old, new))
+    torch.testing.assert_close(trpo.entropy(old), distribution(old).entropy().mean())
+    mode = trpo.sample(old, torch.zeros(6, 4))
+    assert torch.equal(mode, torch.eye(4).long()[old[0].argmax(-1)] if discrete else old[0])
+
+
+# -------------------------------------------------------------------------------------------------------------- the update
+
+
+def batch(discrete: bool, args: Any) -> tuple[Any, ...]:
+    """An agent and a batch [T, N, ...] that it might have met."""
+    torch.manual_seed(3)
+    agent = trpo.Agent(3, 2, discrete)
+    obs = torch.randn(64, 2, 3)
+    with torch.no_grad():
+        pi = agent(obs)
+    actions = trpo.sample(pi, trpo.draw_noise(pi[0], discrete)).float()
+    advantages = actions[..., 0] * obs[..., 0] + 0.1 * torch.randn(64, 2)
+    return agent, obs, actions, (advantages - advantages.mean()) / advantages.std()
+
+
+def bits(agent: Any) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in agent.named_parameters()}
+
+
+def make_args(**changes: Any) -> Any:
+    return trpo.Args(**{"num_envs": 2, "num_steps": 64, **changes})
+
+
+@pytest.mark.detail("TRPO-search")
+@KINDS
+@pytest.mark.parametrize("subsample", [1, 4])
+def test_an_update_improves_the_surrogate_within_the_trust_region(discrete: bool, subsample: int) -> None:
+    """Both recomputed from the parameters before and after with torch.distributions; the critic is not touched."""
+    args = make_args(fvp_subsample=subsample)
+    agent, obs, actions, advantages = batch(discrete, args)
+    index = actions.argmax(-1) if discrete else actions
+    before, old = bits(agent), [x.detach().clone() for x in agent(obs)]
+    metrics = {k: float(v) for k, v in trpo.update_policy(args, agent, obs, actions, advantages).items()}
+    after, new = bits(agent), [x.detach() for x in agent(obs)]
+    kl = float(library_kl(old, new).mean())
+    assert 0.001 < kl <= args.max_kl * (1 + 1e-4) and metrics["losses/kl"] == pytest.approx(kl, rel=1e-3)
+    logratio = distribution(new).log_prob(index) - distribution(old).log_prob(index)
+    gain = float((logratio.exp() * advantages).mean() - advantages.mean())
+    assert gain > 0.01 and metrics["trpo/improvement"] == pytest.approx(gain, rel=1e-3)
+    assert metrics["trpo/expected_improvement"] == pytest.approx(gain / metrics["trpo/step_fraction"], rel=0.3)
+    assert metrics["losses/policy_loss"] == pytest.approx(-float((logratio.exp() * advantages).mean()), rel=1e-3)
+    assert metrics["losses/old_approx_kl"] == pytest.approx(-float(logratio.mean()), abs=1e-5)
+    assert metrics["losses/entropy"] == pytest.approx(float(distribution(new).entropy().mean()), rel=1e-5)
+    assert metrics["trpo/failures"] == 0 and 0 <= metrics["trpo/cg_residual"] < 1 and metrics["trpo/gradient_norm"] > 0
+    for name in before:
+        assert torch.equal(before[name], after[name]) == name.startswith("critic."), name
+
+
+@pytest.mark.detail("TRPO-degenerate")
+@KINDS
+def test_an_update_that_fails_leaves_every_bit_and_is_counted(discrete: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    args = make_args()
+    agent, obs, actions, advantages = batch(discrete, args)
+    before = bits(agent)
+    zero = trpo.update_policy(args, agent, obs, actions, torch.zeros(64, 2))
+    assert float(zero["trpo/gradient_norm"]) == 0 and zero["trpo/step_fraction"] == 0
+    overflow = trpo.update_policy(args, agent, obs, actions, 1e30 * advantages)
+    assert overflow["trpo/step_fraction"] == 0
+    uphill = monkeypatch.context()
+    with uphill as patch:  # a wrong direction: nothing along it improves
+        natural = trpo.natural_step
+        patch.setattr(trpo, "natural_step", lambda *a: (-natural(*a)[0], torch.tensor(0.0)))
+        worse = trpo.update_policy(args, agent, obs, actions, advantages)
+    assert worse["trpo/step_fraction"] == 0 and worse["trpo/backtracks"] == 10 and float(worse["losses/kl"]) == 0
+    for metrics in (zero, overflow, worse):
+        assert all(math.isfinite(value) for value in metrics.values())
+        assert float(metrics["trpo/improvement"]) == 0
+    assert int(agent.failures) == 3 and float(worse["trpo/failures"]) == 3
+    for name, p in agent.named_parameters():
+        assert torch.equal(p, before[name])
+
+
+@pytest.mark.detail("TRPO-degenerate")
+@KINDS
+def test_no_damping_is_no_nan(discrete: bool) -> None:
+    """Few rows, many parameters, products only to float32: F is singular, and CG runs on long after it is done."""
+    args = make_args(cg_damping=0.0, cg_iters=200)
+    agent, obs, actions, advantages = batch(discrete, args)
+    for _ in range(3):
+        metrics = trpo.update_policy(args, agent, obs[:2], actions[:2], advantages[:2])
+        assert all(math.isfinite(value) for value in metrics.values())
+    assert all(p.isfinite().all() for p in agent.parameters())
+
+
+def test_more_cg_iterations_leave_a_smaller_residual() -> None:
+    residuals = []
+    for iters in (1, 3, 10):
+        args = make_args(cg_iters=iters)
+        residuals.append(float(trpo.update_policy(args, *batch(False, args))["trpo/cg_residual"]))
+    assert residuals[0] > 3 * residuals[1] > 9 * residuals[2] > 0
+
+
+def test_the_entropy_weight_is_part_of_the_surrogate() -> None:
+    stds = []
+    for weight in (0.0, 1.0):
+        args = make_args(ent_coef=weight)
+        agent, *data = batch(False, args)
+        trpo.update_policy(args, agent, *data)
+        stds.append(float(agent.actor_logstd.detach().mean()))
+    assert stds[1] > stds[0] + 0.01
+
+
+# ---------------------------------------------------------------------------------------------------------------- the run
+
+
+def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *flags: Any) -> tuple[list[Any], Any, Path]:
+    """Train inside this process; returns (obs, π before, π after, parameters after) of each update, agent and folder."""
+    updates: list[Any] = []
+    agents: list[Any] = []
+    update = trpo.update_policy
+
+    def watched(args: Any, agent: Any, obs: torch.Tensor, *rest: torch.Tensor) -> Any:
+        agents.append(agent)
+        with torch.no_grad():
+            old = [x.clone() for x in agent(obs)]
+            metrics = update(args, agent, obs, *rest)
+            updates.append((old, [x.clone() for x in agent(obs)], bits(agent), rest[1]))
+        return metrics
+
+    monkeypatch.setattr(trpo, "update_policy", watched)
+    trpo.train(trpo.parse_args([*map(str, flags), "--run-dir", str(tmp_path)]))
+    (folder,) = tmp_path.iterdir()
+    return updates, agents[0], folder
+
+
+PENDULUM = "--env-id Pendulum-v1 --num-envs 2 --num-steps 256 --num-minibatches 8".split()
+
+
+@pytest.mark.detail("TRPO-search")
+@pytest.mark.parametrize("env_id", ["Pendulum-v1", "CartPole-v1"])
+def test_kl_recomputed_from_the_parameters_is_within_the_limit_in_every_iteration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, env_id: str
+) -> None:
+    flags = [*PENDULUM, "--env-id", env_id, "--total-timesteps", 512 * 12, "--max-kl", 0.02, "--cg-damping", 0.001]
+    updates, agent, folder = train(tmp_path, monkeypatch, *flags)
+    kls = [float(library_kl([x.double() for x in old], [x.double() for x in new]).mean()) for old, new, *_ in updates]
+    assert len(kls) == 12 and max(kls) <= 0.02 * (1 + 1e-4) and min(kls) > 0
+    log = {tag: [value for _, value in events] for tag, events in scalars(folder).items()}
+    assert log["losses/kl"] == pytest.approx(kls, rel=1e-2)
+    assert sum(fraction > 0 for fraction in log["trpo/step_fraction"]) >= 11 and log["trpo/failures"][-1] <= 1
+    tags = "improvement expected_improvement backtracks cg_residual gradient_norm".split()
+    assert all(len(log[f"trpo/{tag}"]) == 12 for tag in tags) and min(log["trpo/improvement"]) >= 0
+    common = "value_loss policy_loss entropy old_approx_kl approx_kl explained_variance".split()
+    assert {f"losses/{tag}" for tag in common} <= set(log)
+    assert ("charts/policy_std" in log) == (env_id == "Pendulum-v1")
+
+
+@pytest.mark.detail("26")
+def test_fitting_the_values_leaves_the_policy_as_the_step_left_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    updates, agent, folder = train(tmp_path, monkeypatch, *PENDULUM, "--total-timesteps", 512)
+    left = updates[0][2]
+    for name, p in agent.named_parameters():
+        assert torch.equal(p, left[name]) != name.startswith("critic."), name
+    saved = torch.load(folder / "checkpoint.pt", weights_only=True)
+    assert len(saved["optimizer"]["state"]) == len(list(agent.critic.parameters()))
+
+
+@pytest.mark.detail("7")
+def test_advantages_are_normalised_over_the_whole_batch_or_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for flag, normal in (("--norm-adv", True), ("--no-norm-adv", False)):
+        with monkeypatch.context() as patch:
+            ((*_, advantages),), *_ = train(tmp_path / flag, patch, *PENDULUM, "--total-timesteps", 512, flag)
+        is_normal = abs(float(advantages.mean())) < 1e-5 and abs(float(advantages.std()) - 1) < 1e-2
+        assert is_normal == normal and advantages.shape == (256, 2)
+
+
+@pytest.mark.parametrize(
+    "env, shape",
+    [("Trunc", "continuous"), ("DiscreteAction", "discrete"), ("DiscreteObs", "one-hot"), ("DictObs", "flat")],
+)
+def test_it_runs_and_evaluates_on_every_kind_of_space(tmp_path: Path, env: str, shape: str) -> None:
+    folder = run_small("trpo", "--env-id", f"counting_envs:{env}-v0", cwd=tmp_path)
+    log = scalars(folder)
+    assert [step for step, _ in log["losses/kl"]] == [128, 256, 384, 512]
+    assert {value for _, value in log["charts/episodic_return"]} == {5.0}
+    assert ("charts/clipped_actions" in log) == (env != "DiscreteAction")
+    if env in ("Trunc", "DiscreteAction"):
+        played = run("trpo", "--evaluate", folder, "--eval-episodes", 3, "--no-eval-sample", cwd=tmp_path)
+        assert "over 3 episodes, most probable actions" in played.stdout, played.stderr
+
+
+@pytest.mark.detail("TRPO-degenerate")
+def test_bad_numbers_of_the_trust_region_are_refused() -> None:
+    for flag in ("max_kl", "cg_iters", "line_search_decay", "fvp_subsample", "update_epochs"):
+        with pytest.raises(trpo.UsageError, match=f"--{flag.replace('_', '-')} 0 must be greater than 0"):
+            trpo.check_args(make_args(**{flag: 0}))
+    for flag, value in (
+        ("cg_damping", -0.1),
+        ("line_search_steps", -1),
+        ("line_search_decay", 1.5),
+        ("max_kl", math.nan),
+    ):
+        with pytest.raises(trpo.UsageError, match=f"--{flag.replace('_', '-')}"):
+            trpo.check_args(make_args(**{flag: value}))
+    trpo.check_args(make_args(cg_damping=0.0, line_search_steps=0))
+
+
+def test_spaces_that_it_cannot_take_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    import gymnasium as gym
+
+    space = gym.spaces.MultiDiscrete([2, 3])
+    make: Any = type(gym.make("counting_envs:Trunc-v0").unwrapped)
+    monkeypatch.setattr(trpo.gym, "make", lambda *a, **k: make(action=space))
+    with pytest.raises(trpo.UsageError, match="MultiDiscrete.*Box and Discrete"):
+        trpo.make_envs(make_args(), 1)
+
+
+def test_a_policy_that_stays_says_why(tmp_path: Path) -> None:
+    """A trust region too small for float32 to step in: every iteration says so, the run goes on, nothing is NaN."""
+    flags = ["--env-id", "counting_envs:Trunc-v0", "--num-steps", 128, "--total-timesteps", 256, "--num-minibatches", 4]
+    result = run("trpo", *flags, "--max-kl", 1e-30, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("the policy stays as it is") == 2
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert [value for _, value in scalars(folder)["trpo/failures"]] == [1, 2]
+
+
+def test_two_processes_take_the_same_step(tmp_path: Path) -> None:
+    """`Run.save` compares the weights of all processes, so that a finished run had equal ones."""
+    flags = command("trpo", *PENDULUM, "--total-timesteps", 1536, "--checkpoint-every", 1)[1:]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *flags]
+    result = subprocess.run(launch, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    (folder,) = (tmp_path / "runs").iterdir()
+    log = scalars(folder)
+    assert all(0 < value <= 0.01 * (1 + 1e-4) for _, value in log["losses/kl"]) and len(log["losses/kl"]) == 3

@@ -1,0 +1,874 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["gymnasium[mujoco]==1.4.0", "mujoco==4.0.0", "numpy==2.4.6", "tensorboard==2.21.0", "torch==2.13.0", "tqdm==4.70.1", "tyro==1.0.17"]
+# ///
+"""Trust Region Policy Optimization (TRPO, arXiv:1502.05477) for continuous and discrete actions.
+
+    for iteration = 1, 2, ...                                        §6             train
+        run policy π_old for T steps in each of N environments       §5.1           Agent, NormalizedEnvs.step
+        advantage estimates Â_1 ... Â_T                              -              compute_gae
+        g = gradient of the surrogate E[π/π_old·Â]                   eq. 14         surrogate, update_policy
+        x ≈ F⁻¹g by conjugate gradient, Fv = JᵀMJv                   App. C         conjugate_gradient, fisher_vector_product
+        step √(2δ / xᵀFx)·x, shortened until KL(π_old‖π) ≤ δ and     App. C         natural_step, line_search
+            the surrogate improves, or no step; π_old <- π
+        fit the value network to the returns                         -              minibatches, value_loss
+
+    python trpo.py --env-id HalfCheetah-v5                           train (--help lists every flag)
+    python trpo.py --resume runs/FOLDER                              go on after an interruption, exactly
+    python trpo.py --evaluate runs/FOLDER                            play episodes with the saved policy
+
+[n] marks detail n of "The 37 Implementation Details of PPO" (see DETAILS.md); eq., § and App. are the paper's (but PPO's,
+arXiv:1707.06347, in what the PPO scripts share). Shapes: T = num_steps, N = num_envs of this process, D = observation,
+A = action components (discrete actions are one-hot), B = any batch, n = policy parameters, all in one vector θ.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import random
+import re
+import signal
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal
+
+import gymnasium as gym
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import tyro
+from torch import Tensor
+from tqdm import tqdm
+
+
+@dataclass
+class Args:
+    """TRPO for continuous and discrete actions. All that a run writes goes into one new folder under --run-dir."""
+
+    env_id: str = "HalfCheetah-v5"  # any registered id with Box or Discrete actions; module:Id-v0 imports the module
+    vectorization: Literal["sync", "async"] = "sync"  # environments in this process, or in one process each
+    total_timesteps: int | float = 1_000_000  # steps over all environments; 1e6 works
+    num_envs: int = 1  # environments in parallel (N), over all processes
+    num_steps: int = 2048  # steps per environment and iteration (T)
+    gamma: float = 0.99  # discount γ in [0, 1]
+    gae_lambda: float = 0.95  # GAE λ in [0, 1]
+    bootstrap_truncated: bool = True  # value what a time limit cuts off; --no-... counts it as death, as published
+    norm_adv: bool = True  # normalise the advantages of the batch
+    max_kl: float = 0.01  # trust region δ: largest mean KL(π_old‖π) of a step (nats)
+    cg_iters: int = 10  # conjugate gradient iterations, each one Fisher-vector product
+    cg_damping: float = 0.1  # added to the diagonal of the Fisher matrix; 0 is none
+    fvp_subsample: int = 1  # Fisher matrix from every k-th step only (the paper takes a tenth: 10)
+    line_search_steps: int = 10  # backtracks before the step is given up
+    line_search_decay: float = 0.8  # factor of the step at each backtrack, in (0, 1]
+    ent_coef: float = 0.0  # weight of the entropy in the surrogate; the paper has none
+    learning_rate: float = 1e-3  # Adam step size of the value network; the policy has none
+    num_minibatches: int = 16  # minibatches per epoch of the value network; divides num_envs x num_steps
+    update_epochs: int = 10  # epochs of the value network per iteration
+    seed: int = 1  # seed of every generator
+    device: str = "auto"  # auto (CUDA if there is one), cpu, cuda, cuda:1 or mps
+    cuda: bool = True  # --no-cuda means cpu
+    torch_deterministic: bool = True  # deterministic cuDNN kernels; --no-... lets cuDNN choose the fastest
+    compile: bool = False  # torch.compile of rollout and value loss, with CUDA graphs on CUDA
+    bf16: bool = False  # value network in bfloat16 (autocast), other matrix products in TF32
+    exp_name: str = "trpo"  # name of the experiment, part of the folder's name
+    run_dir: str = "runs"  # where run folders are made
+    checkpoint_every: int | None = None  # iterations; 0 never, default 51,200 steps per env; episodes restart there
+    resume: str | None = None  # run folder to go on with; its flags are the defaults
+    evaluate: str | None = None  # run folder whose policy plays, without training
+    eval_episodes: int = 10  # episodes to play
+    eval_sample: bool = True  # sample actions as in training; --no-... takes the most probable one
+    capture_video: bool = False  # film episodes 0, 1, 8, 27, ... of the first environment, in evaluation all
+    save_model: bool = False  # write model.pt at the end: the weights without optimiser state
+    track: bool = False  # mirror TensorBoard to Weights & Biases
+    wandb_project_name: str = "ppo"  # W&B project
+    wandb_entity: str | None = None  # W&B team
+    target_kl = None  # no flag: the line search bounds the KL itself
+
+
+Pi = tuple[Tensor, ...]  # distributions of actions: normal (means [B, A], log std [A]) or categorical (logits [B, A],)
+
+
+class Agent(nn.Module):
+    """Separate policy and value networks [13] [26]; the noise of a normal policy does not depend on the state [24]."""
+
+    def __init__(self, obs_dim: int, action_dim: int, discrete: bool, bf16: bool = False):
+        super().__init__()
+        self.bf16 = bf16
+        hidden = lambda: [layer_init(nn.Linear(obs_dim, 64)), nn.Tanh(), layer_init(nn.Linear(64, 64)), nn.Tanh()]
+        self.actor = nn.Sequential(*hidden(), layer_init(nn.Linear(64, action_dim), gain=0.01))
+        self.critic = nn.Sequential(*hidden(), layer_init(nn.Linear(64, 1), gain=1.0))
+        self.actor_logstd = None if discrete else nn.Parameter(torch.zeros(action_dim))
+        self.failures = nn.Buffer(torch.tensor(0))  # iterations without a step; here so that checkpoints hold it
+
+    def forward(self, obs: Tensor) -> Pi:
+        """The policy π for observations [B, D]."""
+        return (self.actor(obs),) if self.actor_logstd is None else (self.actor(obs), self.actor_logstd)
+
+    def values(self, obs: Tensor) -> Tensor:
+        """V [B] of observations [B, D]."""
+        with torch.autocast(obs.device.type, torch.bfloat16, enabled=self.bf16):
+            return self.critic(obs).float().squeeze(-1)
+
+
+def compute_gae(rewards: Tensor, values: Tensor, next_values: Tensor, terminations: Tensor, dones: Tensor, gamma: float,
+                gae_lambda: float) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Generalised advantage estimation [5] (eq. 11; arXiv:1506.02438, eq. 16) and the TD(λ) targets of the value.
+
+    All are [T, N]. `next_values[t]` is V of the state that step t led to: at an episode end the final observation, not
+    the first of the next episode. A time limit (done, not terminated) still bootstraps, as the task would have gone on.
+    """
+    deltas = rewards + gamma * next_values * (1 - terminations) - values
+    decays = gamma * gae_lambda * (1 - dones)  # 0 cuts the sum at every episode end
+    advantages, running = torch.empty_like(deltas), torch.zeros_like(deltas[0])
+    for t in reversed(range(len(deltas))):
+        advantages[t] = running = deltas[t] + decays[t] * running
+    return advantages, advantages + values
+
+
+def log_prob(actions: Tensor, pi: Pi) -> Tensor:
+    """log π(a|s) [B] of actions [B, A], normal or one-hot."""
+    return gaussian_logprob(actions, *pi) if len(pi) == 2 else (actions * pi[0].log_softmax(-1)).sum(-1)
+
+
+def kl_divergence(old: Pi, new: Pi) -> Tensor:
+    """KL(old‖new) [B] of independent normal components or of categorical distributions."""
+    if len(old) == 1:
+        old_logprobs, logprobs = old[0].log_softmax(-1), new[0].log_softmax(-1)
+        return (old_logprobs.exp() * (old_logprobs - logprobs)).sum(-1)
+    (old_means, old_logstd), (means, logstd) = old, new
+    variance_ratio = (2 * (old_logstd - logstd)).exp()
+    return 0.5 * (((old_means - means) / logstd.exp()).square() + variance_ratio - 1 - variance_ratio.log()).sum(-1)
+
+
+def surrogate(pi: Pi, actions: Tensor, logprobs: Tensor, advantages: Tensor, ent_coef: float) -> Tensor:
+    """E[π(a|s)/π_old(a|s)·Â], the objective of eq. 14 as single paths estimate it (§5.1), plus c·entropy; a scalar."""
+    return ((log_prob(actions, pi) - logprobs).exp() * advantages).mean() + ent_coef * entropy(pi)
+
+
+def fisher_vector_product(policy: Callable[[Tensor], Pi], theta: Tensor, damping: float) -> Callable[[Tensor], Tensor]:
+    """v -> (F + damping)v [n], F = E[JᵀMJ] at θ (App. C.1): J is the derivative of what defines π by θ, M the Fisher
+    matrix in those parameters, the second derivative of the KL. Linearised once; then a product is three linear maps."""
+    vjp: Any = torch.func.vjp
+    old, transposed = vjp(policy, theta)  # u -> Jᵀu, reverse mode
+    _, forward = vjp(lambda u: transposed(u)[0], old)  # v -> Jv, forward mode as the transpose of Jᵀ
+    _, fisher = vjp(torch.func.grad(lambda new: kl_divergence(old, new).mean()), old)  # w -> Mw = Mᵀw
+    return lambda v: global_mean(transposed(*fisher(*forward(v)))[0]) + damping * v
+
+
+def conjugate_gradient(matvec: Callable[[Tensor], Tensor], b: Tensor, iters: int, tol: float = 1e-10) -> Tensor:
+    """x ≈ A⁻¹b [n] from x = 0 for the positive definite A of `matvec`, until ‖b - Ax‖ ≤ tol·‖b‖; what has been reached
+    if a direction p turns up whose curvature pᵀAp is not positive."""
+    x, residual, p = torch.zeros_like(b), b, b
+    square = first = b @ b
+    for _ in range(iters):
+        product = matvec(p)
+        curvature = p @ product
+        if not (square > tol**2 * first and curvature > 0):  # NaN ends it, too
+            break
+        alpha = square / curvature
+        x, residual = x + alpha * p, residual - alpha * product
+        square, previous = residual @ residual, square
+        p = residual + square / previous * p
+    return x
+
+
+def natural_step(gradient: Tensor, matvec: Callable[[Tensor], Tensor], iters: int,
+                 max_kl: float) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """√(2δ / xᵀFx)·x for x ≈ F⁻¹g, whose KL is δ to second order (App. C; a damped F makes it a little shorter), and
+    ‖g - Fx‖ / ‖g‖. A step of 0 where there is none: no gradient, curvature not positive, not finite."""
+    x = conjugate_gradient(matvec, gradient, iters)
+    product = matvec(x)
+    step = (2 * max_kl / (x @ product)).sqrt() * x
+    usable = bool(x @ product > 0) and bool(step.isfinite().all())
+    return step if usable else torch.zeros_like(x), ((gradient - product).norm() / gradient.norm()).nan_to_num()
+
+
+def line_search(measure: Callable[[Tensor], Tensor], theta: Tensor, step: Tensor, max_kl: float, decay: float,
+                steps: int) -> tuple[Tensor, Tensor, float, int]:  # fmt: skip
+    """The first θ + decay^k·step, k = 0 ... steps, that improves the surrogate with a KL ≤ δ (App. C), otherwise θ.
+    `measure(θ)` begins with these two. Returns the new θ, its measure, decay^k or 0 for no step, and k."""
+    before = measure(theta)
+    for k in range(steps + 1):
+        after = measure(candidate := theta + decay**k * step)
+        if 0 < after[0] - before[0] < float("inf") and after[1] <= max_kl:  # never true of NaN
+            return candidate, after, decay**k, k
+    return theta, before, 0.0, steps
+
+
+@torch.no_grad()
+def update_policy(args: Args, agent: Agent, obs: Tensor, actions: Tensor, advantages: Tensor) -> dict[str, Any]:
+    """One step on the whole batch [T, N, ...], the same in every process; returns what to log."""
+    policy = lambda theta, obs=obs: torch.func.functional_call(agent, unflatten(agent, theta), (obs,))  # π_θ
+    theta = torch.cat([p.flatten() for p in policy_parameters(agent).values()])
+    old = policy(theta)
+    data = actions, log_prob(actions, old), advantages, args.ent_coef
+
+    def measure(theta: Tensor) -> Tensor:
+        """Surrogate, KL(π_old‖π_θ), its estimates as PPO logs them, and entropy, over the batches of all processes."""
+        pi = policy(theta)
+        logratio = log_prob(actions, pi) - data[1]
+        kls = kl_divergence(old, pi).mean(), -logratio.mean(), (logratio.exp() - 1 - logratio).mean()
+        return global_mean(torch.stack([surrogate(pi, *data), *kls, entropy(pi)]))
+
+    gradient = global_mean(torch.func.grad(lambda theta: surrogate(policy(theta), *data))(theta))
+    matvec = fisher_vector_product(lambda theta: policy(theta, obs[:: args.fvp_subsample]), theta, args.cg_damping)
+    step, residual = natural_step(gradient, matvec, args.cg_iters, args.max_kl)
+    search = args.max_kl, args.line_search_decay, args.line_search_steps
+    new, stats, fraction, backtracks = line_search(measure, theta, step, *search)
+    if fraction > 0:  # otherwise nothing is written: the old parameters stand bit for bit
+        for name, part in unflatten(agent, new).items():
+            agent.get_parameter(name).copy_(part)
+    agent.failures.add_(fraction == 0)
+    gain, expected = stats[0] - global_mean(surrogate(old, *data)), (gradient @ step).nan_to_num()
+    numbers = gain, expected, fraction, backtracks, agent.failures, residual, gradient.norm().nan_to_num()
+    return dict(zip(STATS, (-stats[0], *stats[1:], *numbers), strict=True))
+
+
+def train(args: Args) -> dict[str, float]:
+    """Run the loop above; returns the last metrics. Raises UsageError before anything is written, and FloatingPointError."""
+    device = start(args)
+    torch.set_num_threads(1)  # networks this small lose time when threads share them
+    envs = NormalizedEnvs(args, args.num_envs // WORLD)
+    obs_dim, action_dim, discrete = envs.obs_stats.mean.size, envs.low.size, envs.envs.discrete
+    torch.manual_seed(args.seed)  # the same weights in every process
+    agent = Agent(obs_dim, action_dim, discrete, args.bf16).to(device)
+    optimizer = torch.optim.Adam(agent.critic.parameters(), args.learning_rate, eps=1e-5, fused=True)  # [3]
+    run = Run(args, device, agent=agent, optimizer=optimizer, obs_stats=envs.obs_stats, return_stats=envs.return_stats)
+    policy_fn, values_fn = run.compile(agent), run.compile(agent.values)
+    shape = (args.num_steps, args.num_envs // WORLD)  # [T, N]
+    obs, next_obs = torch.zeros((2, *shape, obs_dim), device=device)
+    actions = torch.zeros((*shape, action_dim), device=device)
+    rows = np.zeros((args.num_steps, 3, shape[1]), np.float32)  # rewards, terminations, truncations
+
+    for iteration in range(run.first, run.last):
+        if run.starts_afresh(iteration):
+            envs.reset(reseed(args.seed, iteration))
+        noise = draw_noise(actions, discrete)
+        with torch.inference_mode():
+            for t in range(args.num_steps):  # a segment of fixed length; the next one goes on where this one ends [1]
+                obs[t] = torch.from_numpy(envs.obs)
+                actions[t] = sample(policy_fn(obs[t]), noise[t])
+                rows[t], finished = envs.step(actions[t].cpu().numpy())
+                next_obs[t] = torch.from_numpy(envs.final_obs)
+                run.episodes(t, finished, lambda: envs.envs.envs[0].render())
+        rewards, terminations, truncations = torch.from_numpy(rows).to(device).unbind(1)
+        dones = terminations + truncations
+        ends = terminations if args.bootstrap_truncated else dones
+        values, next_values = agent.values(torch.stack([obs, next_obs])).detach()
+        advantages, returns = compute_gae(rewards, values, next_values, ends, dones, args.gamma, args.gae_lambda)
+        normal = normalize_advantages(advantages) if args.norm_adv else advantages
+        metrics = update_policy(args, agent, obs, actions, normal)
+        report(run, metrics)
+        batch, losses = [x.flatten(0, 1) for x in (obs, values, returns)], []  # [T·N, ...]
+        for index in minibatches(len(batch[0]), args.num_minibatches, args.update_epochs, device):
+            inputs, old_values, targets = (x[index] for x in batch)
+            loss = value_loss(values_fn(inputs), old_values, targets, None)
+            losses.append(loss.detach().clone())
+            optimizer.zero_grad()
+            loss.backward()
+            average_gradients(agent)
+            optimizer.step()
+        metrics["losses/value_loss"] = torch.stack(losses).mean()
+        metrics["losses/explained_variance"] = 1 - (returns - values).var() / returns.var()
+        if agent.actor_logstd is not None:
+            metrics["charts/policy_std"] = agent.actor_logstd.detach().exp().mean()
+            metrics["charts/clipped_actions"] = np.mean((raw := actions.cpu().numpy()) != raw.clip(envs.low, envs.high))
+        run.end_iteration(metrics)
+    return run.finish()
+
+
+# ------------------------------------------------------------------------------------------------------------ Plumbing
+
+RANK, WORLD, LOCAL_RANK = (int(os.environ.get(k, d)) for k, d in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
+STATS = """losses/policy_loss losses/kl losses/old_approx_kl losses/approx_kl losses/entropy trpo/improvement
+    trpo/expected_improvement trpo/step_fraction trpo/backtracks trpo/failures trpo/cg_residual
+    trpo/gradient_norm""".split()
+POSITIVE = """num_envs num_steps num_minibatches update_epochs max_kl cg_iters line_search_decay fvp_subsample
+    eval_episodes""".split()
+FRACTIONS = "gamma gae_lambda line_search_decay".split()
+PACKAGES = {"capture_video": "moviepy", "track": "wandb"}  # what a flag needs
+MAY_CHANGE = """total_timesteps device cuda checkpoint_every resume evaluate eval_episodes eval_sample capture_video
+    save_model track wandb_project_name wandb_entity""".split()  # with --resume; any other would make it another run
+
+
+class NormalizedEnvs:
+    """N environments stepped together [1], observations and rewards normalised; a finished one restarts in the step.
+    `obs` float32 [N, D] is what to act on next; `final_obs`, what the step led to, differs where an episode ended."""
+
+    def __init__(self, args: Args, num_envs: int):
+        self.make, self.gamma = lambda: make_envs(args, num_envs), args.gamma
+        self.envs = self.make()
+        self.low, self.high = self.envs.single_action_space.low, self.envs.single_action_space.high
+        self.obs_stats, self.return_stats = Normalizer(*self.envs.single_observation_space.shape), Normalizer()
+
+    def reset(self, seed: int) -> None:
+        """Start N new episodes that depend on `seed` alone."""
+        self.envs.close()
+        self.envs = self.make()  # some environments remember more than their reset clears
+        raw, _ = self.envs.reset(seed=np.random.SeedSequence(seed).generate_state(self.envs.num_envs).tolist())
+        self.lengths, self.scores, self.discounted = np.zeros((3, self.envs.num_envs))
+        self.obs = self.final_obs = self.normalize(raw)
+
+    def normalize(self, raw: np.ndarray, index: np.ndarray | None = None) -> np.ndarray:
+        """Observations (of the environments `index`) with mean 0 and variance 1 [28], clipped to ±10 [29], in float32."""
+        check_finite("observation", raw, self.lengths, index)
+        self.obs_stats.update(raw.astype(np.float64))
+        return ((raw - self.obs_stats.mean) / np.sqrt(self.obs_stats.var + 1e-8)).clip(-10, 10).astype(np.float32)
+
+    def step(self, actions: np.ndarray) -> tuple[np.ndarray, list[tuple[int, float, int]]]:
+        """Take actions [N, A]; returns [3, N], scaled rewards, terminations and truncations, and the finished episodes,
+        each (index, return of the raw rewards, length)."""
+        self.lengths += 1
+        check_finite("action", actions, self.lengths)
+        raw, rewards, terminations, truncations, info = self.envs.step(actions.clip(self.low, self.high))  # [27]
+        check_finite("reward", rewards, self.lengths)
+        self.scores += rewards
+        self.discounted = self.discounted * self.gamma + rewards
+        self.return_stats.update(self.discounted)
+        scaled = (rewards / np.sqrt(self.return_stats.var + 1e-8)).clip(-10, 10)  # [30] [31]
+        done = terminations | truncations
+        finished = [(int(i), float(self.scores[i]), int(self.lengths[i])) for i in np.flatnonzero(done)]
+        for i, _, _ in finished:
+            raw[i], info["final_obs"][i] = info["final_obs"][i], raw[i].copy()  # first what the step led to
+        self.obs = self.final_obs = self.normalize(raw)
+        if finished:
+            self.scores[done] = self.lengths[done] = self.discounted[done] = 0  # [30] no return leaks into the next one
+            self.obs = self.final_obs.copy()
+            self.obs[done] = self.normalize(np.stack(list(info["final_obs"][done])), np.flatnonzero(done))
+        return np.stack([scaled, terminations, truncations & ~terminations]), finished  # both at once: terminated
+
+
+def layer_init(layer: Any, gain: float = 2**0.5) -> Any:
+    """Orthogonal weights, zero biases [2]."""
+    nn.init.orthogonal_(layer.weight, gain)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+def gaussian_logprob(actions: Tensor, means: Tensor, logstd: Tensor) -> Tensor:
+    """log π(a|s) [B] of independent normal components [23]: the sum over components [25]; actions and means [B, A]."""
+    return (-0.5 * ((actions - means) / logstd.exp()).square() - logstd - 0.5 * np.log(2 * np.pi)).sum(-1)
+
+
+def normalize_advantages(advantages: Tensor) -> Tensor:
+    """Zero mean, unit variance over the minibatch [7] (its shares in all processes); [B] to [B]."""
+    centred = advantages - global_mean(advantages.mean())
+    return centred / (global_mean(centred.square().mean()).sqrt() + 1e-8)
+
+
+def minibatches(size: int, count: int, epochs: int, device: torch.device) -> Iterator[Tensor]:
+    """Indices [size / count], in a new order each epoch; an epoch uses every sample exactly once [6]."""
+    for _ in range(epochs):
+        yield from torch.randperm(size, device=device).split(size // count)
+
+
+def value_loss(new_values: Tensor, old_values: Tensor, returns: Tensor, clip_coef: float | None) -> Tensor:
+    """L^VF [9]: half the mean squared error, or of the worse of the value and its clipped move; all [B], a scalar."""
+    errors = (new_values - returns).square()
+    if clip_coef is not None:
+        clipped = old_values + (new_values - old_values).clamp(-clip_coef, clip_coef)
+        errors = torch.max(errors, (clipped - returns).square())
+    return 0.5 * errors.mean()
+
+
+def draw_noise(like: Tensor, discrete: bool) -> Tensor:
+    """What `sample` adds, in the shape of `like`: Gumbel noise for discrete actions, normal noise for continuous ones."""
+    return -torch.empty_like(like).exponential_().log() if discrete else torch.randn_like(like)
+
+
+def sample(pi: Pi, noise: Tensor) -> Tensor:
+    """Actions [B, A], discrete ones one-hot; without noise the most probable ones."""
+    if len(pi) == 1:
+        return nn.functional.one_hot((pi[0] + noise).argmax(-1), noise.shape[-1])
+    return pi[0] + pi[1].exp() * noise
+
+
+def entropy(pi: Pi) -> Tensor:
+    """Mean over the batch; a scalar."""
+    if len(pi) == 1:
+        return -(pi[0].softmax(-1) * pi[0].log_softmax(-1)).sum(-1).mean()
+    return (pi[1] + 0.5 * np.log(2 * np.pi * np.e)).sum()
+
+
+def policy_parameters(agent: Agent) -> dict[str, Tensor]:
+    return {name: p for name, p in agent.named_parameters() if not name.startswith("critic.")}
+
+
+def unflatten(agent: Agent, theta: Tensor) -> dict[str, Tensor]:
+    """Views of θ [n] with the names and shapes of the policy's parameters."""
+    named = policy_parameters(agent)
+    parts = theta.split([p.numel() for p in named.values()])
+    return {name: part.view_as(p) for (name, p), part in zip(named.items(), parts, strict=True)}
+
+
+def report(run: Run, metrics: dict[str, Any]) -> None:
+    """Say why the policy stays as it was, if it does."""
+    if not metrics["trpo/step_fraction"] and not RANK:
+        direction = metrics["trpo/expected_improvement"] > 0
+        why = "no step along the natural gradient improves the surrogate within --max-kl" if direction else (
+            "the gradient is zero or not finite, or the curvature along it is not positive")  # fmt: skip
+        run.bar.write(f"iteration {run.iteration + 1}: the policy stays as it is; {why}")
+
+
+class UsageError(Exception):
+    """A wrong flag, environment or file, in one sentence that says what to do; `main` exits with status 2."""
+
+
+def require(condition: object, sentence: str) -> None:
+    if not condition:
+        raise UsageError(sentence)
+
+
+def check_args(args: Args) -> None:
+    """Raises UsageError for flags that cannot work."""
+    batch_size = args.num_envs * args.num_steps
+    for name, value in vars(args).items():
+        flag = f"--{name.replace('_', '-')} {value}"
+        if isinstance(value, int | float):
+            require(0 <= value < float("inf"), f"{flag} must be a number that is finite and not negative")
+            require(value > 0 or name not in POSITIVE, f"{flag} must be greater than 0")
+            require(value <= 1 or name not in FRACTIONS, f"{flag} must lie in [0, 1]")
+        package = PACKAGES.get(name) if value else None
+        require(not package or find_spec(package), f"{flag} needs a package: pip install {package}")
+    require(args.num_envs % WORLD == 0, f"--num-envs {args.num_envs} must be a multiple of the {WORLD} processes")
+    require(batch_size // WORLD % args.num_minibatches == 0, f"--num-minibatches {args.num_minibatches} must divide"
+            f" num-envs x num-steps = {batch_size // WORLD} in each process")  # fmt: skip
+    require(args.total_timesteps >= batch_size, f"--total-timesteps {args.total_timesteps} must be at least"
+            f" num-envs x num-steps = {batch_size}, one iteration")  # fmt: skip
+
+
+def start(args: Args) -> torch.device:
+    """Check the flags, set torch up and join the other processes, if any; returns the device of this one."""
+    check_args(args)
+    name = "cpu" if args.device == "auto" and not (args.cuda and torch.cuda.is_available()) else args.device
+    try:
+        device = torch.device(f"cuda:{LOCAL_RANK}" if name in ("auto", "cuda") else name)
+        if device.type not in ("cpu", "cuda", "mps") or (device.type == "cuda" and not args.cuda):
+            raise RuntimeError("it must be auto, cpu, cuda, cuda:N or mps, and not CUDA together with --no-cuda")
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise UsageError(f"--device {args.device} does not work here: {str(error).splitlines()[0]}") from None
+    torch.backends.cudnn.deterministic = args.torch_deterministic
+    torch.backends.cudnn.benchmark = not args.torch_deterministic
+    torch.set_float32_matmul_precision("high" if args.bf16 else "highest")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if WORLD > 1 and not dist.is_initialized():
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    return device
+
+
+class Normalizer:
+    """Running mean and variance of all rows seen, merged batch by batch (Chan et al. 1979), in float64."""
+
+    def __init__(self, *shape: int):
+        self.count, self.mean, self.var = self.shared = 1e-4, np.zeros(shape), np.ones(shape)
+
+    def update(self, x: np.ndarray) -> None:
+        """Take in the rows of x [n, ...]."""
+        mean = x.sum(0) / len(x)
+        self.merge(len(x), mean, np.square(x - mean).sum(0))
+
+    def merge(self, n: float, mean: np.ndarray, squares: np.ndarray) -> None:
+        """Take in n rows by their mean and the sum of their squared distances from it."""
+        total, delta = self.count + n, mean - self.mean
+        self.var = (self.var * self.count + squares + np.square(delta) * (self.count * n / total)) / total
+        self.count, self.mean = total, self.mean + delta * (n / total)
+
+    def share(self) -> None:
+        """Replace what this process has seen since the last call by what all processes have seen."""
+        if WORLD > 1:
+            count, mean, var = self.shared
+            n = self.count - count
+            new_mean = (self.count * self.mean - count * mean) / n
+            squares = self.count * self.var - count * var - np.square(new_mean - mean) * (count * n / self.count)
+            everyone: list[Any] = [None] * WORLD
+            dist.all_gather_object(everyone, (n, new_mean, squares))
+            self.count, self.mean, self.var = self.shared
+            for moments in everyone:
+                self.merge(*moments)
+            self.shared = self.count, self.mean, self.var
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count, "mean": self.mean.tolist(), "var": self.var.tolist()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        moments = float(state["count"]), np.array(state["mean"]), np.array(state["var"])
+        self.count, self.mean, self.var = self.shared = moments
+
+
+class PlainEnv(gym.Wrapper):
+    """Observations and actions as flat vectors, Dict, Tuple and Discrete observations included; nothing else passes."""
+
+    def __init__(self, env: gym.Env):
+        super().__init__(env)
+        self.observation_space = gym.spaces.flatten_space(env.observation_space)
+        self.action_space = gym.spaces.flatten_space(env.action_space)
+
+    def reset(self, **options: Any) -> tuple[np.ndarray, dict[str, Any]]:
+        return self.flat(self.env.reset(**options)[0]), {}
+
+    def step(self, action: np.ndarray) -> tuple[Any, ...]:
+        obs, *rest, _ = self.env.step(gym.spaces.unflatten(self.env.action_space, action))
+        return self.flat(obs), *rest, {}
+
+    def flat(self, obs: Any) -> Any:  # a copy: some environments write every observation into the same array
+        return gym.spaces.flatten(self.env.observation_space, obs)
+
+
+def make_envs(args: Args, num_envs: int) -> Any:
+    """Checks the environment's spaces and first observation, and makes `num_envs` of it; raises UsageError."""
+    require(
+        hasattr(gym.vector, "AutoresetMode"), f"gymnasium {gym.__version__} is too old: pip install gymnasium==1.4.0"
+    )
+
+    def make(render_mode: str | None = None) -> gym.Env:
+        env = gym.make(args.env_id, render_mode=render_mode, disable_env_checker=True)
+        parts = getattr(env.observation_space, "spaces", ())
+        spaces = [env.observation_space, *(parts.values() if isinstance(parts, dict) else parts)]
+        image = any(isinstance(s, gym.spaces.Box) and s.dtype == np.uint8 and len(s.shape) > 1 for s in spaces)
+        require(not image, "its observations are images; ppo_atari.py is the script for images")
+        require(spaces[0].is_np_flattenable, f"its observations, {spaces[0]}, do not flatten into a vector")
+        takes = isinstance(env.action_space, gym.spaces.Box | gym.spaces.Discrete)
+        require(takes, f"its actions are {env.action_space}; this takes Box and Discrete spaces")
+        return PlainEnv(env)
+
+    filmed = args.capture_video and not RANK
+    require(not (filmed and args.vectorization == "async"), "--capture-video works with --vectorization sync only")
+    kind = gym.vector.SyncVectorEnv if args.vectorization == "sync" else gym.vector.AsyncVectorEnv
+    makers = [lambda mode=mode: make(mode) for mode in ["rgb_array" if filmed else None] + [None] * (num_envs - 1)]
+    try:
+        probe = makers[0]()
+        shape = probe.reset()[0].shape
+        require(
+            shape == probe.observation_space.shape, f"it observes {shape}, not as declared {probe.observation_space}"
+        )
+        if filmed:
+            probe.render()
+        probe.close()
+        envs: Any = kind(makers, copy=False, autoreset_mode=gym.vector.AutoresetMode.SAME_STEP)
+        envs.discrete = isinstance(probe.unwrapped.action_space, gym.spaces.Discrete)
+        return envs
+    except Exception as error:
+        raise UsageError(f"--env-id {args.env_id} cannot be used: {error or type(error).__name__}") from error
+
+
+def check_finite(what: str, values: np.ndarray, steps: np.ndarray, index: np.ndarray | None = None) -> None:
+    """Raises FloatingPointError with the environment and the step of its episode; values [n, ...] belong to `index` [n]."""
+    if not np.isfinite(values).all():
+        i = int(np.argmin(np.isfinite(values.reshape(len(values), -1)).all(1)))
+        env = i if index is None else int(index[i])
+        raise FloatingPointError(f"{what} of environment {env} is {values[i]} at step {steps[env]:.0f} of its episode")
+
+
+def reseed(seed: int, iteration: int) -> int:
+    """Restart every generator from these two numbers and the rank; returns a seed for the environments."""
+    words = np.random.SeedSequence((seed, iteration, RANK)).generate_state(4).tolist()
+    random.seed(words[0])
+    np.random.seed(words[1])
+    torch.manual_seed(words[2])
+    return words[3]
+
+
+def global_mean(x: Tensor) -> Tensor:
+    """Mean of `x` over the processes; `x` itself when there is one."""
+    if WORLD > 1:
+        dist.all_reduce(x := x / WORLD)
+    return x
+
+
+def average_gradients(agent: nn.Module) -> None:
+    """The mean over the processes [S2], so that K of them step as one would on all their samples."""
+    if WORLD > 1:
+        grads = [p.grad for p in agent.parameters() if p.grad is not None]
+        means = global_mean(torch.cat([grad.reshape(-1) for grad in grads])).split([grad.numel() for grad in grads])
+        for grad, mean in zip(grads, means, strict=True):
+            grad.copy_(mean.view(grad.shape))
+
+
+def health(metrics: dict[str, float], flat: bool, max_kl: float) -> Iterator[tuple[str, str]]:
+    """(metric, sentence) for each one outside its healthy range: what it means and what to do."""
+    gaussian = "charts/policy_std" in metrics  # its entropy may well be negative
+    for name, low, high, meaning in (
+        ("losses/clipfrac", 0, 0.8, "most gradients are switched off; lower --learning-rate or --update-epochs"),
+        ("losses/clipfrac", 1e-3 * flat, 1, "the policy hardly moves and the return is flat; raise --learning-rate"),
+        ("losses/approx_kl", -1, max_kl, "the policy moves too far at once; lower --learning-rate or --update-epochs"),
+        ("losses/entropy", -1e9 if gaussian else 0.01, 1e9, "the policy hardly explores any more; raise --ent-coef"),
+        (
+            "losses/explained_variance",
+            0,
+            1,
+            "values are worse than a constant; check the rewards, lower --learning-rate",
+        ),
+        ("charts/policy_std", 0.01, 10, "exploration noise has vanished or runs away; check --ent-coef"),
+        (
+            "charts/clipped_actions",
+            0,
+            0.5,
+            "most actions lie outside the bounds; lower --ent-coef or rescale the actions",
+        ),
+    ):
+        value = metrics.get(name, float("nan"))
+        if value < low or value > high:
+            yield name, f"{name} is {value:.3g}: {meaning}"
+
+
+class Run:
+    """Folder, log, progress and checkpoints of a run; only the first process writes.
+
+    `parts` is what a checkpoint holds beside numbers: objects with `state_dict` and `load_state_dict`.
+    """
+
+    def __init__(self, args: Args, device: torch.device, **parts: Any):
+        self.args, self.device, self.parts, self.start_time, self.line_time = args, device, parts, time.time(), 0.0
+        self.iteration, scores = restore(args.resume, device, **parts) if args.resume else (0, [])
+        self.batch_size = args.num_envs * args.num_steps
+        self.first, self.last = self.iteration, int(args.total_timesteps) // self.batch_size
+        self.every = -(-51_200 // args.num_steps) if args.checkpoint_every is None else args.checkpoint_every
+        self.scores, self.metrics, self.said = deque[float](scores, maxlen=100), dict[str, float](), set[str]()
+        self.finished: list[tuple[int, float, int]] = []
+        self.film: Film | None = None
+        if RANK:
+            return
+        from torch.utils.tensorboard import SummaryWriter
+
+        if args.resume:
+            self.folder = Path(args.resume).absolute()
+        else:  # characters that no file system minds; unique also among runs that start in the same second
+            name = re.sub(
+                r"[^\w.-]+", "-", f"{args.env_id}__{args.exp_name}__{args.seed}__{time.strftime('%y%m%d-%H%M%S')}_"
+            )
+            os.makedirs(args.run_dir, exist_ok=True)
+            self.folder = Path(tempfile.mkdtemp(prefix=name, dir=args.run_dir)).absolute()
+        (self.folder / "args.json").write_text(json.dumps(asdict(replace(args, resume=None)), indent=2))
+        if args.track:
+            import wandb
+
+            wandb.init(project=args.wandb_project_name, entity=args.wandb_entity, id=self.folder.name, resume="allow",
+                       config=asdict(args), sync_tensorboard=True)  # fmt: skip
+        step, steps = self.iteration * self.batch_size, self.last * self.batch_size
+        self.writer = SummaryWriter(str(self.folder), purge_step=step + 1, flush_secs=30)
+        self.writer.add_text("args", "".join(f"    {k} = {v}\n" for k, v in vars(args).items()))
+        self.bar = tqdm(total=steps, initial=step, unit="step", disable=not sys.stderr.isatty())
+        atexit.register(self.close)  # also after an interrupt or an error
+        if self.first >= self.last:
+            self.bar.write("this run is finished, nothing is left to train; a larger --total-timesteps goes on with it")
+        if args.capture_video:
+            self.film = Film(self.folder, f"from-step-{step}", False, 15)
+        self.folder.chmod(0o755)
+        self.bar.write(f"run folder: {self.folder}\n{args.env_id} on {device}, step {step:,} to {steps:,} of"
+                       f" {int(args.total_timesteps):,} by {self.batch_size:,}")  # fmt: skip
+
+    def starts_afresh(self, iteration: int) -> bool:
+        """Generators and environments restart at the start and after each checkpoint, which makes resuming exact."""
+        return iteration == self.first or iteration % (self.every or self.last) == 0
+
+    def compile(self, function: Any) -> Any:
+        mode = "reduce-overhead" if self.device.type == "cuda" else "default"
+        return torch.compile(function, mode=mode) if self.args.compile else function
+
+    def episodes(self, t: int, finished: list[tuple[int, float, int]], frame: Callable[[], np.ndarray]) -> None:
+        """Note the episodes (environment, return, length) that ended in step t, each under a step number of its own."""
+        if self.film:
+            self.film.add(frame, any(i == 0 for i, _, _ in finished))
+        before = self.iteration * self.batch_size + (t * WORLD + RANK) * self.args.num_envs // WORLD
+        self.finished += [(before + i + 1, score, length) for i, score, length in finished]
+
+    def end_iteration(self, metrics: dict[str, Any]) -> None:
+        """Log, and write a checkpoint when it is due; raises FloatingPointError instead if a loss is not finite."""
+        stacked = torch.stack([torch.as_tensor(x, dtype=torch.float32, device=self.device) for x in metrics.values()])
+        self.metrics = dict(zip(metrics, global_mean(stacked).tolist(), strict=True))
+        bad = [
+            f"{k} is {v}" for k, v in self.metrics.items() if not np.isfinite(v) and k != "losses/explained_variance"
+        ]
+        if bad:
+            raise FloatingPointError(f"{bad[0]} in iteration {self.iteration + 1}; nothing of it was saved")
+        for part in self.parts.values():
+            if hasattr(part, "share"):  # statistics that each process has gathered on its own
+                part.share()
+        everyone = [self.finished] * WORLD
+        if WORLD > 1:
+            dist.all_gather_object(everyone, self.finished)
+        finished, self.finished, self.iteration = sorted(sum(everyone, [])), [], self.iteration + 1
+        self.scores.extend(score for _, score, _ in finished)
+        step, trained = self.iteration * self.batch_size, (self.iteration - self.first) * self.batch_size
+        self.metrics["charts/learning_rate"] = self.parts["optimizer"].param_groups[0]["lr"]
+        self.metrics["charts/SPS"] = trained / (time.time() - self.start_time)
+        if not RANK:
+            for at, score, length in finished:
+                self.writer.add_scalar("charts/episodic_return", score, at)
+                self.writer.add_scalar("charts/episodic_length", length, at)
+            for name, value in self.metrics.items():
+                self.writer.add_scalar(name, value, step)
+            self.show(step)
+        if self.every and (self.iteration % self.every == 0 or self.iteration == self.last):
+            self.save("checkpoint.pt", **self.parts)
+
+    def show(self, step: int) -> None:
+        """Move the progress bar (without a terminal: a line every ten seconds); give each health warning once."""
+        scores = list(self.scores)
+        text = f"return {np.mean(scores):.1f}" if scores else "no episode has ended"
+        self.bar.set_postfix_str(text, refresh=False)
+        self.bar.update(self.batch_size)
+        if self.bar.disable and (time.time() > self.line_time + 10 or self.iteration == self.last):
+            self.line_time = time.time()
+            print(f"step {step:,}, {text}, {self.metrics['charts/SPS']:.0f} steps/s", flush=True)
+        flat = len(scores) == 100 and np.mean(scores[50:]) <= np.mean(scores[:50])
+        for name, warning in health(self.metrics, bool(flat), 1.5 * (self.args.target_kl or 0.1)):
+            if self.iteration > 10 and name not in self.said:
+                self.said.add(name)
+                self.bar.write(f"step {step:,}: {warning}")
+
+    def save(self, name: str, **parts: Any) -> None:
+        """Write a file whole or not at all: aside, to the disk, then renamed. It holds tensors, numbers and strings."""
+        weights = torch.cat([p.detach().reshape(-1) for p in self.parts["agent"].parameters()])
+        if WORLD > 1 and not torch.equal(global_mean(weights.double()), weights.double()):
+            raise FloatingPointError("the processes hold different weights; nothing was saved")
+        if RANK:
+            return
+        state = {key: part.state_dict() for key, part in parts.items()}
+        aside = self.folder / f"{name}.tmp"
+        try:
+            with open(aside, "wb") as file:
+                torch.save(state | {"iteration": self.iteration, "scores": list(self.scores)}, file)
+                file.flush()
+                os.fsync(file.fileno())
+            aside.replace(self.folder / name)
+        except (OSError, RuntimeError) as error:
+            raise OSError(f"{self.folder / name} could not be written and is as it was before ({error})") from error
+        finally:
+            aside.unlink(missing_ok=True)
+
+    def finish(self) -> dict[str, float]:
+        """Close the run; returns the last metrics and the mean return of the last 100 episodes."""
+        if self.args.save_model:
+            self.save("model.pt", **{key: part for key, part in self.parts.items() if key != "optimizer"})
+        if not RANK:
+            atexit.unregister(self.close)
+            self.close()
+        score = float(np.mean(self.scores)) if self.scores else float("nan")
+        return self.metrics | {"global_step": self.iteration * self.batch_size, "episodic_return": score}
+
+    def close(self) -> None:
+        self.bar.close()
+        self.writer.close()
+        state = "finished" if self.iteration >= self.last else "not finished: --resume goes on from its last checkpoint"
+        print(f"run folder: {self.folder} ({state})", flush=True)
+
+
+def restore(folder: str, device: torch.device, **parts: Any) -> tuple[int, list[float]]:
+    """Load a checkpoint into `parts`; returns its iteration and latest scores. Nothing in the file is executed."""
+    path = Path(folder, "checkpoint.pt" if Path(folder, "checkpoint.pt").exists() else "model.pt")
+    require(path.exists(), f"{folder} holds no checkpoint.pt yet")
+    try:
+        state = torch.load(path, map_location=device, weights_only=True)
+        for key, part in parts.items():
+            part.load_state_dict(state[key])
+        return int(state["iteration"]), [float(score) for score in state["scores"]]
+    except Exception as error:
+        sentence = f"{path} is no checkpoint of this script and run: {type(error).__name__} {error}"
+        raise UsageError(sentence.splitlines()[0]) from None
+
+
+class Film:
+    """Episodes of the first environment as video files: with `every` all of them, else numbers 0, 1, 8, 27, ..."""
+
+    def __init__(self, folder: Path, name: str, every: bool, fps: int):
+        from imageio.v2 import get_writer
+
+        (folder / "videos").mkdir(exist_ok=True)
+        self.every, self.count, self.video = every, 0, None  # type: bool, int, Any
+        self.open = lambda: get_writer(f"{folder}/videos/{name}-episode-{self.count}.mp4", fps=fps, macro_block_size=1)
+        atexit.register(self.end)
+
+    def add(self, frame: Callable[[], np.ndarray], ended: bool) -> None:
+        """`frame()` gives uint8 [H, W] or [H, W, 3]; `ended` says that it is an episode's last one."""
+        if self.video is None and (
+            self.every or round(self.count ** (1 / 3)) ** 3 == self.count or self.count % 1000 == 0
+        ):
+            self.video = self.open()
+        if self.video:
+            image = frame()
+            zoom = -(-200 // len(image))
+            self.video.append_data(image.repeat(zoom, 0).repeat(zoom, 1))
+        if ended:
+            self.end()
+
+    def end(self) -> None:
+        if self.video:
+            self.video.close()
+        self.video, self.count = None, self.count + 1
+
+
+def evaluate(args: Args) -> list[float]:
+    """Returns of exactly --eval-episodes episodes by the policy saved in the folder --evaluate, its statistics frozen.
+
+    Each of the parallel environments plays a fixed share, so that short episodes do not crowd in.
+    """
+    device, folder = start(args), str(args.evaluate)
+    n, scores = min(args.num_envs, args.eval_episodes), list[float]()
+    envs = NormalizedEnvs(args, n)
+    agent = Agent(envs.obs_stats.mean.size, envs.low.size, envs.envs.discrete, args.bf16).to(device)
+    iteration, _ = restore(folder, device, agent=agent, obs_stats=envs.obs_stats)
+    envs.obs_stats.update = envs.return_stats.update = lambda x: None  # type: ignore[method-assign]  # frozen
+    film = Film(Path(folder), "evaluation", True, 30) if args.capture_video else None
+    envs.reset(reseed(args.seed, iteration))
+    share = [args.eval_episodes // n + (i < args.eval_episodes % n) for i in range(n)]
+    while any(share):
+        with torch.inference_mode():
+            pi = agent(torch.from_numpy(envs.obs).to(device))
+            actions = sample(pi, draw_noise(pi[0], envs.envs.discrete) * args.eval_sample)
+        finished = envs.step(actions.cpu().numpy())[1]
+        if film and share[0]:
+            film.add(lambda: envs.envs.envs[0].render(), any(i == 0 for i, _, _ in finished))
+        for i, score, _ in finished:
+            if share[i]:
+                scores.append(score)
+                share[i] -= 1
+    how = "sampled" if args.eval_sample else "most probable"
+    print(
+        f"{args.env_id}: return {np.mean(scores):.2f} ± {np.std(scores):.2f} over {len(scores)} episodes, {how} actions"
+    )
+    return scores
+
+
+def parse_args(argv: list[str] | None = None) -> Args:
+    """The command line; with --resume or --evaluate, the flags of that run are the defaults."""
+    args = tyro.cli(Args, args=argv)
+    folder = args.resume or args.evaluate
+    if folder is None:
+        return args
+    try:
+        saved = Args(**json.loads(Path(folder, "args.json").read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        raise UsageError(f"{folder} is no run folder of this script: {error}") from None
+    args = tyro.cli(Args, args=argv, default=saved)
+    changed = [k.replace("_", "-") for k, v in vars(args).items() if k not in MAY_CHANGE and v != getattr(saved, k)]
+    require(args.evaluate or not changed, f"--resume cannot change the run's own --{', --'.join(changed)}")
+    return args
+
+
+def main() -> None:
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # leave as after Ctrl-C
+    try:
+        args = parse_args()
+        evaluate(args) if args.evaluate else train(args)
+    except (UsageError, FloatingPointError, OSError, KeyboardInterrupt) as error:
+        print(f"error: {str(error) or 'interrupted'}", file=sys.stderr)
+        sys.exit({UsageError: 2, KeyboardInterrupt: 130}.get(type(error), 1))
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
