@@ -241,15 +241,14 @@ def train(args: Args) -> dict[str, float]:
     device = start(args)
     torch.set_num_threads(1)  # networks this small lose time when threads share them
     envs = NormalizedEnvs(args, args.num_envs // WORLD)
-    obs_dim, action_dim = envs.obs_stats.mean.size, envs.low.size
     torch.manual_seed(args.seed)  # the same weights in every process
-    agent = Agent(obs_dim, action_dim, args.bf16, args.beta).to(device)
+    agent = Agent(envs.obs_stats.mean.size, envs.low.size, args.bf16, args.beta).to(device)
     optimizer = torch.optim.Adam(agent.parameters(), args.learning_rate, eps=1e-5, fused=True)  # [3]
     run = Run(args, device, agent=agent, optimizer=optimizer, obs_stats=envs.obs_stats, return_stats=envs.return_stats)
     policy_fn, loss_fn = run.compile(agent.actor_mean), run.compile(ppo_loss)
     shape = (args.num_steps, args.num_envs // WORLD)  # [T, N]
-    obs, next_obs = torch.zeros((2, *shape, obs_dim), device=device)
-    means, actions = torch.zeros((2, *shape, action_dim), device=device)
+    obs, next_obs = torch.zeros((2, *shape, envs.obs_stats.mean.size), device=device)
+    means, actions = torch.zeros((2, *shape, envs.low.size), device=device)
     rows = np.zeros((args.num_steps, 3, shape[1]), np.float32)  # rewards, terminations, truncations
 
     for iteration in range(run.first, run.last):

@@ -8,7 +8,8 @@
         run policy π_old for T steps in each of N environments       §5.1           Agent, NormalizedEnvs.step
         advantage estimates Â_1 ... Â_T                              -              compute_gae
         g = gradient of the surrogate E[π/π_old·Â]                   eq. 14         surrogate, update_policy
-        x ≈ F⁻¹g by conjugate gradient, Fv = JᵀMJv                   App. C         conjugate_gradient, fisher_vector_product
+        x ≈ F⁻¹g by conjugate gradient, Fv = JᵀMJv                   App. C         conjugate_gradient,
+                                                                     App. C.1       fisher_vector_product
         step √(2δ / xᵀFx)·x, shortened until KL(π_old‖π) ≤ δ and     App. C         natural_step, line_search
             the surrogate improves, or no step; π_old <- π
         fit the value network to the returns                         -              minibatches, value_loss
@@ -17,7 +18,7 @@
     python trpo.py --resume runs/FOLDER                              go on after an interruption, exactly
     python trpo.py --evaluate runs/FOLDER                            play episodes with the saved policy
 
-[n] marks detail n of "The 37 Implementation Details of PPO" (see DETAILS.md); eq., § and App. are the paper's (but PPO's,
+[n] marks detail n of "The 37 Implementation Details of PPO" (see DETAILS.md); eq., § and App. are the paper's (PPO's,
 arXiv:1707.06347, in what the PPO scripts share). Shapes: T = num_steps, N = num_envs of this process, D = observation,
 A = action components (discrete actions are one-hot), B = any batch, n = policy parameters, all in one vector θ.
 """
@@ -94,6 +95,13 @@ class Args:
     target_kl = None  # no flag: the line search bounds the KL itself
 
 
+def layer_init(layer: Any, gain: float = 2**0.5) -> Any:
+    """Orthogonal weights, zero biases [2]."""
+    nn.init.orthogonal_(layer.weight, gain)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
 Pi = tuple[Tensor, ...]  # distributions of actions: normal (means [B, A], log std [A]) or categorical (logits [B, A],)
 
 
@@ -156,7 +164,7 @@ def surrogate(pi: Pi, actions: Tensor, logprobs: Tensor, advantages: Tensor, ent
 
 def fisher_vector_product(policy: Callable[[Tensor], Pi], theta: Tensor, damping: float) -> Callable[[Tensor], Tensor]:
     """v -> (F + damping)v [n], F = E[JᵀMJ] at θ (App. C.1): J is the derivative of what defines π by θ, M the Fisher
-    matrix in those parameters, the second derivative of the KL. Linearised once; then a product is three linear maps."""
+    matrix in those parameters, the second derivative of the KL. Linearised once, a product is three linear maps."""
     vjp: Any = torch.func.vjp
     old, transposed = vjp(policy, theta)  # u -> Jᵀu, reverse mode
     _, forward = vjp(lambda u: transposed(u)[0], old)  # v -> Jv, forward mode as the transpose of Jᵀ
@@ -213,7 +221,7 @@ def update_policy(args: Args, agent: Agent, obs: Tensor, actions: Tensor, advant
     data = actions, log_prob(actions, old), advantages, args.ent_coef
 
     def measure(theta: Tensor) -> Tensor:
-        """Surrogate, KL(π_old‖π_θ), its estimates as PPO logs them, and entropy, over the batches of all processes."""
+        """Surrogate, KL(π_old‖π_θ), its estimates as PPO logs them [12], and entropy, over all processes."""
         pi = policy(theta)
         logratio = log_prob(actions, pi) - data[1]
         kls = kl_divergence(old, pi).mean(), -logratio.mean(), (logratio.exp() - 1 - logratio).mean()
@@ -234,7 +242,7 @@ def update_policy(args: Args, agent: Agent, obs: Tensor, actions: Tensor, advant
 
 
 def train(args: Args) -> dict[str, float]:
-    """Run the loop above; returns the last metrics. Raises UsageError before anything is written, and FloatingPointError."""
+    """Run the loop; returns the last metrics. Raises UsageError before anything is written, FloatingPointError."""
     device = start(args)
     torch.set_num_threads(1)  # networks this small lose time when threads share them
     envs = NormalizedEnvs(args, args.num_envs // WORLD)
@@ -347,13 +355,6 @@ class NormalizedEnvs:
         return np.stack([scaled, terminations, truncations & ~terminations]), finished  # both at once: terminated
 
 
-def layer_init(layer: Any, gain: float = 2**0.5) -> Any:
-    """Orthogonal weights, zero biases [2]."""
-    nn.init.orthogonal_(layer.weight, gain)
-    nn.init.zeros_(layer.bias)
-    return layer
-
-
 def gaussian_logprob(actions: Tensor, means: Tensor, logstd: Tensor) -> Tensor:
     """log π(a|s) [B] of independent normal components [23]: the sum over components [25]; actions and means [B, A]."""
     return (-0.5 * ((actions - means) / logstd.exp()).square() - logstd - 0.5 * np.log(2 * np.pi)).sum(-1)
@@ -381,7 +382,7 @@ def value_loss(new_values: Tensor, old_values: Tensor, returns: Tensor, clip_coe
 
 
 def draw_noise(like: Tensor, discrete: bool) -> Tensor:
-    """What `sample` adds, in the shape of `like`: Gumbel noise for discrete actions, normal noise for continuous ones."""
+    """What `sample` adds, in the shape of `like`: Gumbel noise for discrete actions, normal noise for others."""
     return -torch.empty_like(like).exponential_().log() if discrete else torch.randn_like(like)
 
 
@@ -531,7 +532,7 @@ def make_envs(args: Args, num_envs: int) -> Any:
         hasattr(gym.vector, "AutoresetMode"), f"gymnasium {gym.__version__} is too old: pip install gymnasium==1.4.0"
     )
 
-    def make(render_mode: str | None = None) -> gym.Env:
+    def make(render_mode: str | None = None) -> PlainEnv:
         env = gym.make(args.env_id, render_mode=render_mode, disable_env_checker=True)
         parts = getattr(env.observation_space, "spaces", ())
         spaces = [env.observation_space, *(parts.values() if isinstance(parts, dict) else parts)]
@@ -556,7 +557,7 @@ def make_envs(args: Args, num_envs: int) -> Any:
             probe.render()
         probe.close()
         envs: Any = kind(makers, copy=False, autoreset_mode=gym.vector.AutoresetMode.SAME_STEP)
-        envs.discrete = isinstance(probe.unwrapped.action_space, gym.spaces.Discrete)
+        envs.discrete = isinstance(probe.env.action_space, gym.spaces.Discrete)
         return envs
     except Exception as error:
         raise UsageError(f"--env-id {args.env_id} cannot be used: {error or type(error).__name__}") from error
@@ -647,8 +648,11 @@ class Run:
             name = re.sub(
                 r"[^\w.-]+", "-", f"{args.env_id}__{args.exp_name}__{args.seed}__{time.strftime('%y%m%d-%H%M%S')}_"
             )
-            os.makedirs(args.run_dir, exist_ok=True)
-            self.folder = Path(tempfile.mkdtemp(prefix=name, dir=args.run_dir)).absolute()
+            try:
+                os.makedirs(args.run_dir, exist_ok=True)
+                self.folder = Path(tempfile.mkdtemp(prefix=name, dir=args.run_dir)).absolute()
+            except OSError as error:
+                raise UsageError(f"--run-dir {args.run_dir} cannot hold run folders: {error}") from None
         (self.folder / "args.json").write_text(json.dumps(asdict(replace(args, resume=None)), indent=2))
         if args.track:
             import wandb

@@ -52,6 +52,13 @@ CATALOGUE = {
     "S3": "Epochs stopped early on KL",
     "S4": "Invalid actions masked",
 }
+TRPO = {
+    "TRPO-FVP": "Fisher-vector products JᵀMJv, linearised once per update",
+    "TRPO-CG": "Conjugate gradient from zero",
+    "TRPO-step": "Step √(2δ / xᵀFx)·x",
+    "TRPO-search": "Accepted only if the surrogate improves and KL(old‖new) ≤ δ, else restored",
+    "TRPO-degenerate": "No step, never NaN, where curvature, gradient or surrogate are degenerate",
+}
 ABSENT = "no script has it yet"
 
 
@@ -105,6 +112,9 @@ def table() -> str:
     for mark, what in CATALOGUE.items():
         test_names = "<br>".join(f"`{name}`" for name in claims[mark])
         rows.append(f"| {mark} | {what} | {'<br>'.join(where[mark]) or ABSENT} | {test_names or '-'} |")
+    for mark in sorted(mark for mark in claims if mark.startswith("TRPO")):
+        test_names = "<br>".join(f"`{name}`" for name in claims[mark])
+        rows.append(f"| {mark} | {TRPO[mark]} | [trpo.py](trpo.py) | {test_names} |")
     return "\n".join(rows)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import MODULES, command, environment, run, run_small, scalars
+from conftest import MODULES, SMALL, command, environment, run, run_small, scalars
 
 trpo = MODULES["trpo"]
 Policy = Callable[[torch.Tensor], tuple[torch.Tensor, ...]]
@@ -149,7 +149,7 @@ def test_the_log_std_is_inside_the_fisher_matrix_with_curvature_2() -> None:
     torch.testing.assert_close(product, 2 * v)
 
 
-# ---------------------------------------------------------------------------------------------------- conjugate gradient
+# --------------------------------------------------------------------------------------------------- conjugate gradient
 
 
 @pytest.mark.detail("TRPO-CG")
@@ -187,8 +187,8 @@ def test_cg_stops_at_its_tolerance_and_at_once_when_there_is_nothing_to_solve() 
     b = torch.ones(3, dtype=torch.float64)
     x = trpo.conjugate_gradient(matvec, b, 100, 1e-3)
     assert (b - scale * x).norm() <= 1e-3 * b.norm() and len(calls) <= 5
-    small = trpo.conjugate_gradient(lambda v: scale * v, 1e-9 * b, 100, 1e-10)
-    torch.testing.assert_close(small, 1e-9 / scale, atol=0, rtol=1e-8)  # the tolerance is relative
+    small = trpo.conjugate_gradient(lambda v: scale * v, 1e-12 * b, 100, 1e-10)
+    torch.testing.assert_close(small, 1e-12 / scale, atol=0, rtol=1e-8)  # the tolerance is relative
     assert trpo.conjugate_gradient(lambda v: scale * v, torch.zeros(3, dtype=torch.float64), 10).tolist() == [0, 0, 0]
 
 
@@ -200,7 +200,7 @@ def test_cg_keeps_what_it_has_when_curvature_is_not_positive(curvature: float) -
     assert step.isfinite().all()
 
 
-# ----------------------------------------------------------------------------------------------------------- natural step
+# --------------------------------------------------------------------------------------------------------- natural step
 
 
 @pytest.mark.detail("TRPO-step")
@@ -244,11 +244,11 @@ def test_without_a_usable_direction_there_is_no_step(gradient: float, curvature:
     assert step.tolist() == [0, 0, 0, 0] and math.isfinite(residual)
 
 
-# ------------------------------------------------------------------------------------------------------------ line search
+# ---------------------------------------------------------------------------------------------------------- line search
 
 
 def search(surrogates: list[float], kls: list[float], steps: int = 3, decay: float = 0.5) -> tuple[Any, ...]:
-    """A line search that meets these values, the first pair at the start; returns its result and the places it tried."""
+    """A line search that meets these values, the first pair at the start; returns its result and what it tried."""
     theta, step, tried = torch.tensor([1.0, 0.1]), torch.tensor([1.0, -3.0]), []
 
     def measure(at: torch.Tensor) -> torch.Tensor:
@@ -283,7 +283,7 @@ def test_line_search_returns_the_old_parameters_bit_for_bit_when_none_passes(sur
     assert torch.equal(new, theta) and stats[1] == 0
 
 
-# ---------------------------------------------------------------------------------------------------------- distributions
+# -------------------------------------------------------------------------------------------------------- distributions
 
 
 def test_gaussian_kl_by_integration() -> None:
@@ -299,7 +299,7 @@ def test_gaussian_kl_by_integration() -> None:
 
 
 def test_categorical_kl_by_hand_and_by_sampling() -> None:
-    old, new = (torch.tensor([[0.5, 0.25, 0.25]]).log() + 3, ), (torch.tensor([[0.25, 0.5, 0.25]]).log() - 1,)  # fmt: skip
+    old, new = (torch.tensor([[0.5, 0.25, 0.25]]).log() + 3,), (torch.tensor([[0.25, 0.5, 0.25]]).log() - 1,)
     assert float(trpo.kl_divergence(old, new)) == pytest.approx(0.25 * math.log(2), rel=1e-5)
     torch.manual_seed(0)
     actions = trpo.sample((old[0].expand(200_000, 3),), trpo.draw_noise(torch.zeros(200_000, 3), True))
@@ -323,7 +323,7 @@ def test_log_prob_kl_entropy_and_samples_agree_with_the_library(discrete: bool) 
     assert torch.equal(mode, torch.eye(4).long()[old[0].argmax(-1)] if discrete else old[0])
 
 
-# -------------------------------------------------------------------------------------------------------------- the update
+# ----------------------------------------------------------------------------------------------------------- the update
 
 
 def batch(discrete: bool, args: Any) -> tuple[Any, ...]:
@@ -333,7 +333,7 @@ def batch(discrete: bool, args: Any) -> tuple[Any, ...]:
     obs = torch.randn(64, 2, 3)
     with torch.no_grad():
         pi = agent(obs)
-    actions = trpo.sample(pi, trpo.draw_noise(pi[0], discrete)).float()
+    actions = trpo.sample(pi, trpo.draw_noise(pi[0], discrete)).detach().float()
     advantages = actions[..., 0] * obs[..., 0] + 0.1 * torch.randn(64, 2)
     return agent, obs, actions, (advantages - advantages.mean()) / advantages.std()
 
@@ -347,6 +347,7 @@ def make_args(**changes: Any) -> Any:
 
 
 @pytest.mark.detail("TRPO-search")
+@pytest.mark.detail("12")
 @KINDS
 @pytest.mark.parametrize("subsample", [1, 4])
 def test_an_update_improves_the_surrogate_within_the_trust_region(discrete: bool, subsample: int) -> None:
@@ -407,12 +408,30 @@ def test_no_damping_is_no_nan(discrete: bool) -> None:
     assert all(p.isfinite().all() for p in agent.parameters())
 
 
+def test_the_fisher_matrix_of_every_kth_step_and_the_rest_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = make_args(fvp_subsample=4)
+    agent, obs, *data = batch(False, args)
+    theta = torch.cat([p.detach().flatten() for p in trpo.policy_parameters(agent).values()])
+    expected = trpo.fisher_vector_product(policy_of(agent, obs[::4]), theta, args.cg_damping)(theta)
+    whole = trpo.fisher_vector_product(policy_of(agent, obs), theta, args.cg_damping)(theta)
+    step, products = trpo.natural_step, []
+
+    def watched(gradient: torch.Tensor, matvec: Any, *rest: Any) -> Any:
+        products.append(matvec(theta))
+        return step(gradient, matvec, *rest)
+
+    monkeypatch.setattr(trpo, "natural_step", watched)
+    trpo.update_policy(args, agent, obs, *data)
+    torch.testing.assert_close(products[0], expected)
+    assert (expected - whole).norm() > 100 * (products[0] - expected).norm() + 1e-4
+
+
 def test_more_cg_iterations_leave_a_smaller_residual() -> None:
     residuals = []
     for iters in (1, 3, 10):
         args = make_args(cg_iters=iters)
         residuals.append(float(trpo.update_policy(args, *batch(False, args))["trpo/cg_residual"]))
-    assert residuals[0] > 3 * residuals[1] > 9 * residuals[2] > 0
+    assert residuals[0] > 2 * residuals[1] > 4 * residuals[2] > 0
 
 
 def test_the_entropy_weight_is_part_of_the_surrogate() -> None:
@@ -425,11 +444,11 @@ def test_the_entropy_weight_is_part_of_the_surrogate() -> None:
     assert stds[1] > stds[0] + 0.01
 
 
-# ---------------------------------------------------------------------------------------------------------------- the run
+# -------------------------------------------------------------------------------------------------------------- the run
 
 
 def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *flags: Any) -> tuple[list[Any], Any, Path]:
-    """Train inside this process; returns (obs, π before, π after, parameters after) of each update, agent and folder."""
+    """Train inside this process; returns (π before, π after, parameters after, Â) of each update, agent, folder."""
     updates: list[Any] = []
     agents: list[Any] = []
     update = trpo.update_policy
@@ -479,7 +498,7 @@ def test_fitting_the_values_leaves_the_policy_as_the_step_left_it(
     for name, p in agent.named_parameters():
         assert torch.equal(p, left[name]) != name.startswith("critic."), name
     saved = torch.load(folder / "checkpoint.pt", weights_only=True)
-    assert len(saved["optimizer"]["state"]) == len(list(agent.critic.parameters()))
+    assert len(saved["optimizer"]["param_groups"][0]["params"]) == len(list(agent.critic.parameters())) == 6
 
 
 @pytest.mark.detail("7")
@@ -493,19 +512,24 @@ def test_advantages_are_normalised_over_the_whole_batch_or_left(
         assert is_normal == normal and advantages.shape == (256, 2)
 
 
-@pytest.mark.parametrize(
-    "env, shape",
-    [("Trunc", "continuous"), ("DiscreteAction", "discrete"), ("DiscreteObs", "one-hot"), ("DictObs", "flat")],
-)
-def test_it_runs_and_evaluates_on_every_kind_of_space(tmp_path: Path, env: str, shape: str) -> None:
+@pytest.mark.parametrize("env", ["Trunc", "DiscreteAction"])
+def test_it_runs_and_evaluates_on_box_and_discrete_actions(tmp_path: Path, env: str) -> None:
     folder = run_small("trpo", "--env-id", f"counting_envs:{env}-v0", cwd=tmp_path)
     log = scalars(folder)
     assert [step for step, _ in log["losses/kl"]] == [128, 256, 384, 512]
     assert {value for _, value in log["charts/episodic_return"]} == {5.0}
-    assert ("charts/clipped_actions" in log) == (env != "DiscreteAction")
-    if env in ("Trunc", "DiscreteAction"):
-        played = run("trpo", "--evaluate", folder, "--eval-episodes", 3, "--no-eval-sample", cwd=tmp_path)
-        assert "over 3 episodes, most probable actions" in played.stdout, played.stderr
+    assert ("charts/clipped_actions" in log) == (env == "Trunc")
+    played = run("trpo", "--evaluate", folder, "--eval-episodes", 3, "--no-eval-sample", cwd=tmp_path)
+    assert "over 3 episodes, most probable actions" in played.stdout, played.stderr
+
+
+@pytest.mark.parametrize(
+    "env", ["DiscreteObs", "DictObs", "TupleObs", "Matrix", "Unbounded", "OneStep", "Zero", "Huge"]
+)
+def test_it_runs_on_every_kind_of_space_and_reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, env: str) -> None:
+    flags = [*SMALL["trpo"], "--env-id", f"counting_envs:{env}-v0"]
+    updates, agent, _ = train(tmp_path, monkeypatch, *flags)
+    assert len(updates) == 4 and all(p.isfinite().all() for p in agent.parameters())
 
 
 @pytest.mark.detail("TRPO-degenerate")
@@ -534,14 +558,15 @@ def test_spaces_that_it_cannot_take_are_refused(monkeypatch: pytest.MonkeyPatch)
         trpo.make_envs(make_args(), 1)
 
 
-def test_a_policy_that_stays_says_why(tmp_path: Path) -> None:
+@pytest.mark.detail("TRPO-degenerate")
+def test_a_policy_that_stays_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     """A trust region too small for float32 to step in: every iteration says so, the run goes on, nothing is NaN."""
-    flags = ["--env-id", "counting_envs:Trunc-v0", "--num-steps", 128, "--total-timesteps", 256, "--num-minibatches", 4]
-    result = run("trpo", *flags, "--max-kl", 1e-30, cwd=tmp_path)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.count("the policy stays as it is") == 2
-    (folder,) = (tmp_path / "runs").iterdir()
+    flags = [*SMALL["trpo"], "--total-timesteps", 256, "--max-kl", 1e-30]
+    updates, _, folder = train(tmp_path, monkeypatch, *flags)
+    assert capsys.readouterr().out.count("the policy stays as it is") == 2
     assert [value for _, value in scalars(folder)["trpo/failures"]] == [1, 2]
+    (_, _, first, _), (_, _, second, _) = updates
+    assert all(torch.equal(first[name], second[name]) == (not name.startswith("critic.")) for name in first)
 
 
 def test_two_processes_take_the_same_step(tmp_path: Path) -> None:
