@@ -182,7 +182,7 @@ def act(agent: Agent, obs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def compute_gae(rewards: Tensor, values: Tensor, next_values: Tensor, terminations: Tensor, dones: Tensor, gamma: float,
                 gae_lambda: float) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Generalised advantage estimation [5] (eq. 11; arXiv:1506.02438, eq. 16) and the TD(λ) targets of the value.
+    """Generalised advantage estimation [5] (arXiv:1506.02438, eq. 16) and the TD(λ) targets of the value.
 
     All are [T, N]. `next_values[t]` is V of the state that step t led to: at an episode end the final observation, not
     the first of the next episode. A time limit (done, not terminated) still bootstraps, as the task would have gone on.

@@ -169,7 +169,7 @@ def gaussian_logprob(actions: Tensor, means: Tensor, logstd: Tensor) -> Tensor:
 
 def compute_gae(rewards: Tensor, values: Tensor, next_values: Tensor, terminations: Tensor, dones: Tensor, gamma: float,
                 gae_lambda: float) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Generalised advantage estimation [5] (eq. 11; arXiv:1506.02438, eq. 16) and the TD(λ) targets of the value.
+    """Generalised advantage estimation [5] (arXiv:1506.02438, eq. 16) and the TD(λ) targets of the value.
 
     All are [T, N]. `next_values[t]` is V of the state that step t led to: at an episode end the final observation, not
     the first of the next episode. A time limit (done, not terminated) still bootstraps, as the task would have gone on.
@@ -417,11 +417,16 @@ class PlainEnv(gym.Wrapper):
 
 def make_envs(args: Args, num_envs: int) -> Any:
     """Checks the environment's spaces and first observation, and makes `num_envs` of it; raises UsageError."""
+    import multiprocessing
+
     require(
         hasattr(gym.vector, "AutoresetMode"), f"gymnasium {gym.__version__} is too old: pip install gymnasium==1.4.0"
     )
 
     def make(render_mode: str | None = None) -> gym.Env:
+        if multiprocessing.parent_process():  # a worker of AsyncVectorEnv, which its parent ends, also after Ctrl-C
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
         env = gym.make(args.env_id, render_mode=render_mode, disable_env_checker=True)
         parts = getattr(env.observation_space, "spaces", ())
         spaces = [env.observation_space, *(parts.values() if isinstance(parts, dict) else parts)]

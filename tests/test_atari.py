@@ -148,7 +148,7 @@ def test_the_reward_of_an_extra_step_counts(atari: ModuleType) -> None:
             return self.queue.pop(0)
 
     env = games(atari)
-    env.games[0] = fake = Fake()  # type: ignore[assignment]
+    env.games[0] = fake = Fake()
     env.lives[:] = 2
     results = [env.step(np.array([3])) for _ in range(3)]
     assert [rows[0, 0] for rows, _ in results] == [0, 8, 2]
@@ -192,7 +192,9 @@ def test_frames_are_skipped_pooled_and_grey(atari: ModuleType) -> None:
     ALEInterface.setLoggerMode(LoggerMode.Error)
     ale.setFloat("repeat_action_probability", 0.0)
     ale.setInt("random_seed", 5)
-    ale.loadROM(roms.get_rom_path("pong"))
+    rom = roms.get_rom_path("pong")
+    assert rom
+    ale.loadROM(rom)
     _, info = game.reset(seed=np.array([5]))
     actions = game.ale.get_action_set()
     for _ in range(int(info["episode_frame_number"][0]) - 1):

@@ -44,7 +44,7 @@ def test_episodes_end_within_the_step(gaussian, monkeypatch, name: str, terminat
 def test_seeds_decide_everything_and_environments_differ(gaussian, monkeypatch) -> None:
     plain(gaussian, monkeypatch)
     env = envs(gaussian, num_envs=4)
-    draws = {}
+    draws: dict[int, list[float]] = {}
     for seed in (1, 2, 1):
         env.reset(seed)
         if seed in draws:
@@ -59,10 +59,15 @@ def test_every_box_gets_actions_within_it(gaussian, name: str) -> None:
     """The environment asserts its bounds, shape and type; far-off actions arrive clipped, others as they are."""
     env = envs(gaussian, name)
     env.reset(1)
-    received = []
+    received: list[np.ndarray] = []
     inner = env.envs.envs[0].unwrapped
     step = inner.step
-    inner.step = lambda action: (received.append(np.array(action)), step(action))[1]
+
+    def spy(action: Any) -> Any:
+        received.append(np.array(action))
+        return step(action)
+
+    inner.step = spy
     space = inner.action_space
     for value in (-100.0, 0.25, 100.0):
         actions = zeros(env) + value
@@ -113,9 +118,14 @@ def test_numbers_that_are_not_finite_stop_the_run_by_name(gaussian, name: str, w
 @pytest.mark.detail("29")
 def test_observations_are_normalised_by_what_was_seen_and_clipped(gaussian) -> None:
     env = envs(gaussian, num_envs=2)
-    seen = []
+    seen: list[np.ndarray] = []
     normalize = env.normalize
-    env.normalize = lambda raw, *rest: (seen.extend(np.array(raw, float)), normalize(raw, *rest))[1]
+
+    def spy(raw: np.ndarray, *rest: Any) -> Any:
+        seen.extend(np.array(raw, float))
+        return normalize(raw, *rest)
+
+    env.normalize = spy
     env.reset(1)
     for _ in range(23):
         env.step(zeros(env))

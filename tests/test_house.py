@@ -47,13 +47,15 @@ def test_what_means_the_same_is_the_same_text() -> None:
         for piece, text in pieces(ROOT / f"{name}.py").items():
             script, reference = first.setdefault(piece, (name, text))
             if piece not in MEANT_TO_DIFFER:
-                change = "\n".join(difflib.unified_diff(reference.split("\n"), text.split("\n"), script, name, lineterm="", n=0))
+                change = "\n".join(
+                    difflib.unified_diff(reference.split("\n"), text.split("\n"), script, name, lineterm="", n=0)
+                )
                 assert text == reference, f"{piece} differs:\n{change}"
 
 
 def test_the_two_objectives_are_one_short_diff_apart() -> None:
-    texts = [(ROOT / f"ppo_{name}.py").read_text().splitlines() for name in ("continuous", "penalty")]
-    changed = [line for line in difflib.ndiff(*texts) if line[:2] in ("- ", "+ ")]
+    continuous, penalty = ((ROOT / f"ppo_{name}.py").read_text().splitlines() for name in ("continuous", "penalty"))
+    changed = [line for line in difflib.ndiff(continuous, penalty) if line[:2] in ("- ", "+ ")]
     assert len(changed) <= 120
 
 

@@ -4,6 +4,7 @@ import inspect
 import itertools
 import math
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ GAE = [MODULES[name] for name in SCRIPTS]
 CLIP = [MODULES["ppo_atari"], MODULES["ppo_continuous"]]
 
 
-def explicit_gae(rewards, values, next_values, terminations, dones, gamma, lam):
+def explicit_gae(rewards, values, next_values, terminations, dones, gamma=0.97, lam=0.9):
     """A_t as the written-out sum of discounted one-step errors up to the end of t's own episode."""
     advantages = np.zeros_like(rewards)
     for n in range(rewards.shape[1]):
@@ -31,7 +32,7 @@ def explicit_gae(rewards, values, next_values, terminations, dones, gamma, lam):
     return advantages
 
 
-def segment(seed, steps=9, envs=3):
+def segment(seed, steps=9, envs=3) -> Any:
     rng = np.random.default_rng(seed)
     rewards, values, next_values = rng.normal(size=(3, steps, envs))
     terminations = rng.random((steps, envs)) < 0.2
@@ -39,7 +40,9 @@ def segment(seed, steps=9, envs=3):
     return rewards, values, next_values, terminations, terminations | truncations
 
 
-def run_gae(module, rewards, values, next_values, terminations, dones, gamma, lam):
+def run_gae(module: ModuleType, *data: Any) -> Any:
+    """compute_gae on NumPy arrays; the last two arguments are γ and λ."""
+    rewards, values, next_values, terminations, dones, gamma, lam = data
     tensors = [torch.tensor(x, dtype=torch.float64) for x in (rewards, values, next_values, terminations, dones)]
     return [x.numpy() for x in module.compute_gae(*tensors, gamma, lam)]
 
@@ -50,7 +53,7 @@ def run_gae(module, rewards, values, next_values, terminations, dones, gamma, la
 def test_gae_is_the_discounted_sum_within_each_episode(module: ModuleType, seed: int) -> None:
     data = segment(seed)
     advantages, returns = run_gae(module, *data, 0.97, 0.9)
-    np.testing.assert_allclose(advantages, explicit_gae(*data, 0.97, 0.9), atol=1e-12)
+    np.testing.assert_allclose(advantages, explicit_gae(*data), atol=1e-12)
     np.testing.assert_allclose(returns, advantages + data[1], atol=1e-12)
 
 
@@ -154,7 +157,7 @@ def test_layer_init_is_orthogonal_with_its_gain_and_zero_bias(ppo: ModuleType, g
         ppo.layer_init(layer, gain)
         rows = layer.weight.detach().flatten(1)
         torch.testing.assert_close(rows @ rows.T, gain**2 * torch.eye(len(rows)), atol=1e-5, rtol=1e-5)
-        assert not layer.bias.any()
+        assert layer.bias is not None and not layer.bias.any()
 
 
 @pytest.mark.detail("23")

@@ -308,14 +308,21 @@ def test_evaluation_plays_exactly_what_was_asked_with_frozen_statistics(name: st
     assert run(name, "--evaluate", folder, "--eval-episodes", 3, *flags, cwd=tmp_path).stdout == results[0].stdout
 
 
+def keeping(original: Any, made: list[Any]) -> Any:
+    def make(*args: Any) -> Any:
+        made.append(original(*args))
+        return made[-1]
+
+    return make
+
+
 @pytest.mark.parametrize("name", GAUSSIAN)
 def test_a_reloaded_agent_acts_like_the_one_in_memory(name: str, tmp_path: Path, monkeypatch) -> None:
     """The mean action for a fixed raw observation, statistics included."""
     module = MODULES[name]
     made: list[Any] = []
     for kind in ("Agent", "NormalizedEnvs"):
-        original = getattr(module, kind)
-        monkeypatch.setattr(module, kind, lambda *a, original=original: (made.append(original(*a)), made[-1])[1])
+        monkeypatch.setattr(module, kind, keeping(getattr(module, kind), made))
     module.train(module.parse_args([*SMALL[name], "--env-id", "Pendulum-v1", "--run-dir", str(tmp_path)]))
     (folder,) = tmp_path.iterdir()
     module.evaluate(module.parse_args(["--evaluate", str(folder), "--eval-episodes", "2"]))
