@@ -286,16 +286,59 @@ def test_losses_logged_are_means_over_all_minibatches(ppo, small_args, monkeypat
         assert logged[tag][0][1] == pytest.approx(np.mean([stats[i] for stats in calls]), rel=1e-4, abs=1e-6)
 
 
-def test_compile_and_bf16_change_no_more_than_rounding(ppo, small_args, monkeypatch) -> None:
-    """The first minibatch of the first iteration: same frames or states, same actions up to rounding."""
+def test_bf16_changes_no_more_than_rounding(ppo, small_args, monkeypatch) -> None:
+    """The first minibatch of the first iteration: same frames or states, same policy up to rounding."""
     results = {}
-    for key, changes in {"plain": {}, "bf16": {"bf16": True}}.items():
+    for bf16 in (False, True):
         calls = watch(monkeypatch, ppo, "ppo_loss", lambda args, result: result[1].tolist())
-        ppo.train(small_args(ppo, total_timesteps=128, update_epochs=1, **changes))
-        results[key] = calls[0]
-    assert results["bf16"][2] == pytest.approx(results["plain"][2], rel=0.01)  # entropy
-    assert results["bf16"][0] == pytest.approx(results["plain"][0], rel=0.5, abs=0.3)
-    assert abs(results["bf16"][4]) < 0.02  # the ratio is 1 up to bfloat16 before any update
+        ppo.train(small_args(ppo, total_timesteps=128, update_epochs=1, bf16=bf16))
+        results[bf16] = calls[0]
+    assert results[True] != results[False]
+    assert results[True][2] == pytest.approx(results[False][2], rel=0.01)  # entropy
+    assert results[True][0] == pytest.approx(results[False][0], rel=0.5, abs=0.3)
+    assert abs(results[True][4]) < 0.02  # the ratio is 1 up to bfloat16 before any update
+
+
+@pytest.mark.slow
+def test_the_compiled_loss_has_the_eager_gradient(ppo, small_args) -> None:
+    torch.manual_seed(0)
+    args = small_args(ppo, ent_coef=0.01)
+    atari = ppo.__name__ == "ppo_atari"
+    agent = ppo.Agent(4) if atari else ppo.Agent(3, 2)
+    obs = torch.randint(0, 256, (8, 4, 84, 84), dtype=torch.uint8) if atari else torch.randn(8, 3)
+    actions = torch.randint(4, (8,)) if atari else torch.randn(8, 2)
+    extra = (torch.randn(8, 2), torch.zeros(8, 2)) if ppo.__name__ == "ppo_penalty" else ()
+    batch = (obs, actions, torch.full((8,), -2.0), *torch.randn(3, 8), *extra)
+    gradients = []
+    for function in (ppo.ppo_loss, torch.compile(ppo.ppo_loss)):
+        agent.zero_grad()
+        loss, stats = function(args, agent, *batch)
+        loss.backward()
+        gradients.append((torch.cat([p.grad.reshape(-1) for p in agent.parameters() if p.grad is not None]), stats))
+    (eager, eager_stats), (compiled, compiled_stats) = gradients
+    assert float((compiled - eager).norm() / eager.norm()) < 1e-5
+    torch.testing.assert_close(compiled_stats, eager_stats, atol=1e-5, rtol=1e-5)
+
+
+def test_frames_are_stored_in_bytes_and_a_rollout_is_small(atari, small_args, monkeypatch) -> None:
+    calls = watch(monkeypatch, atari, "ppo_loss", samples)
+    atari.train(small_args(atari, total_timesteps=128, update_epochs=1))
+    assert calls[0][0].dtype == torch.uint8
+    default = atari.Args()
+    assert default.num_steps * default.num_envs * calls[0][0][0].nbytes < 40e6
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("changes", [{}, {"bf16": True}, {"compile": True}], ids=["plain", "bf16", "compile"])
+def test_cuda_trains_and_its_checkpoint_opens_on_the_cpu(ppo, small_args, changes: dict[str, Any]) -> None:
+    args = small_args(ppo, device="cuda", **changes)
+    metrics = ppo.train(args)
+    assert all(math.isfinite(metrics[tag]) for tag in ppo.STATS)
+    state = torch.load(folder(args) / "checkpoint.pt", weights_only=True, map_location="cpu")
+    assert state["iteration"] == 4
+    resumed = small_args(ppo, device="cpu", resume=str(folder(args)), total_timesteps=768)
+    assert ppo.train(resumed)["global_step"] == 768
 
 
 def test_no_float64_reaches_the_device(gaussian, small_args, monkeypatch) -> None:
