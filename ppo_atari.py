@@ -231,10 +231,10 @@ def ppo_loss(args: Args, agent: nn.Module, obs: Tensor, actions: Tensor, logprob
     v_loss = value_loss(new_values, values, returns, args.clip_coef if args.clip_vloss else None)
     entropy = policy.entropy().mean()
     loss = policy_loss + args.vf_coef * v_loss - args.ent_coef * entropy  # [10]
-    clipfrac = ((logratio.exp() - 1).abs() > args.clip_coef).float().mean()
-    # KL(π_old‖π) is estimated by the means of -log r and of (r - 1) - log r, which is never negative
-    stats = [v_loss, policy_loss, entropy, -logratio.mean(), (logratio.exp() - 1 - logratio).mean(), clipfrac]
-    return loss, torch.stack(stats).detach()
+    with torch.no_grad():  # KL(π_old‖π) is estimated by the means of -log r and of (r - 1) - log r, which is never < 0
+        clipfrac = ((logratio.exp() - 1).abs() > args.clip_coef).float().mean()
+        kls = -logratio.mean(), (logratio.exp() - 1 - logratio).mean()
+        return loss, torch.stack([v_loss, policy_loss, entropy, *kls, clipfrac])
 
 
 def train(args: Args) -> dict[str, float]:
@@ -325,6 +325,9 @@ def check_args(args: Args) -> None:
             require(value <= 1 or name not in FRACTIONS, f"{flag} must lie in [0, 1]")
         package = PACKAGES.get(name) if value else None
         require(not package or find_spec(package), f"{flag} needs a package: pip install {package}")
+    require(args.seed < 2**63, f"--seed {args.seed} must be below 2^63")
+    if args.evaluate:
+        return require(WORLD == 1, "--evaluate plays in one process")
     require(args.num_envs % WORLD == 0, f"--num-envs {args.num_envs} must be a multiple of the {WORLD} processes")
     require(batch_size // WORLD % args.num_minibatches == 0, f"--num-minibatches {args.num_minibatches} must divide"
             f" num-envs x num-steps = {batch_size // WORLD} in each process")  # fmt: skip
@@ -345,6 +348,7 @@ def start(args: Args) -> torch.device:
         raise UsageError(f"--device {args.device} does not work here: {str(error).splitlines()[0]}") from None
     torch.backends.cudnn.deterministic = args.torch_deterministic
     torch.backends.cudnn.benchmark = not args.torch_deterministic
+    torch.backends.cudnn.allow_tf32 = args.bf16
     torch.set_float32_matmul_precision("high" if args.bf16 else "highest")
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -355,6 +359,10 @@ def start(args: Args) -> torch.device:
 
 def make_game(args: Args, **view: Any) -> Any:
     """One game in an emulator of its own, seen as [1, 4, 84, 84] unless `view` says otherwise."""
+    import gymnasium
+
+    old = f"gymnasium {gymnasium.__version__} is too old: pip install gymnasium==1.4.0"
+    require(hasattr(gymnasium.vector, "AutoresetMode"), old)
     from ale_py.vector_env import AtariVectorEnv
     from gymnasium import registry
     from gymnasium.vector import AutoresetMode
@@ -432,7 +440,8 @@ class Run:
 
     def __init__(self, args: Args, device: torch.device, **parts: Any):
         self.args, self.device, self.parts, self.start_time, self.line_time = args, device, parts, time.time(), 0.0
-        self.iteration, scores = restore(args.resume, device, **parts) if args.resume else (0, [])
+        self.iteration, scores, world = restore(args.resume, device, **parts) if args.resume else (0, [], WORLD)
+        require(world == WORLD, f"--resume {args.resume} needs as many processes as before, {world}, not {WORLD}")
         self.batch_size = args.num_envs * args.num_steps
         self.first, self.last = self.iteration, int(args.total_timesteps) // self.batch_size
         self.every = -(-51_200 // args.num_steps) if args.checkpoint_every is None else args.checkpoint_every
@@ -454,7 +463,8 @@ class Run:
                 self.folder = Path(tempfile.mkdtemp(prefix=name, dir=args.run_dir)).absolute()
             except OSError as error:
                 raise UsageError(f"--run-dir {args.run_dir} cannot hold run folders: {error}") from None
-        (self.folder / "args.json").write_text(json.dumps(asdict(replace(args, resume=None)), indent=2))
+        (self.folder / "args.tmp").write_text(json.dumps(asdict(replace(args, resume=None)), indent=2))
+        (self.folder / "args.tmp").replace(self.folder / "args.json")
         if args.track:
             import wandb
 
@@ -475,7 +485,10 @@ class Run:
 
     def starts_afresh(self, iteration: int) -> bool:
         """Generators and environments restart at the start and after each checkpoint, which makes resuming exact."""
-        return iteration == self.first or iteration % (self.every or self.last) == 0
+        afresh = iteration == self.first or iteration % (self.every or self.last) == 0
+        if afresh and self.film and self.film.video:
+            self.film.end()
+        return afresh
 
     def compile(self, function: Any) -> Any:
         mode = "reduce-overhead" if self.device.type == "cuda" else "default"
@@ -492,6 +505,8 @@ class Run:
         """Log, and write a checkpoint when it is due; raises FloatingPointError instead if a loss is not finite."""
         stacked = torch.stack([torch.as_tensor(x, dtype=torch.float32, device=self.device) for x in metrics.values()])
         self.metrics = dict(zip(metrics, global_mean(stacked).tolist(), strict=True))
+        if not np.isfinite(self.metrics["losses/explained_variance"]):
+            self.metrics["losses/explained_variance"] = float("nan")  # it does not exist for constant returns
         bad = [
             f"{k} is {v}" for k, v in self.metrics.items() if not np.isfinite(v) and k != "losses/explained_variance"
         ]
@@ -536,15 +551,20 @@ class Run:
     def save(self, name: str, **parts: Any) -> None:
         """Write a file whole or not at all: aside, to the disk, then renamed. It holds tensors, numbers and strings."""
         weights = torch.cat([p.detach().reshape(-1) for p in self.parts["agent"].parameters()])
-        if WORLD > 1 and not torch.equal(global_mean(weights.double()), weights.double()):
-            raise FloatingPointError("the processes hold different weights; nothing was saved")
+        if WORLD > 1:
+            low, high = weights.clone(), weights.clone()
+            dist.all_reduce(low, dist.ReduceOp.MIN)
+            dist.all_reduce(high, dist.ReduceOp.MAX)
+            if not torch.equal(low, high):
+                raise FloatingPointError("the processes hold different weights; nothing was saved")
         if RANK:
             return
         state = {key: part.state_dict() for key, part in parts.items()}
         aside = self.folder / f"{name}.tmp"
         try:
             with open(aside, "wb") as file:
-                torch.save(state | {"iteration": self.iteration, "scores": list(self.scores)}, file)
+                numbers = {"iteration": self.iteration, "scores": list(self.scores), "processes": WORLD}
+                torch.save(state | numbers, file)
                 file.flush()
                 os.fsync(file.fileno())
             aside.replace(self.folder / name)
@@ -566,19 +586,22 @@ class Run:
     def close(self) -> None:
         self.bar.close()
         self.writer.close()
-        state = "finished" if self.iteration >= self.last else "not finished: --resume goes on from its last checkpoint"
+        saved = (
+            "--resume goes on from its last checkpoint" if (self.folder / "checkpoint.pt").exists() else "no checkpoint"
+        )
+        state = "finished" if self.iteration >= self.last else f"not finished: {saved}"
         print(f"run folder: {self.folder} ({state})", flush=True)
 
 
-def restore(folder: str, device: torch.device, **parts: Any) -> tuple[int, list[float]]:
-    """Load a checkpoint into `parts`; returns its iteration and latest scores. Nothing in the file is executed."""
+def restore(folder: str, device: torch.device, **parts: Any) -> tuple[int, list[float], int]:
+    """Load a checkpoint into `parts`; returns its iteration, latest scores and number of processes. Executes nothing."""
     path = Path(folder, "checkpoint.pt" if Path(folder, "checkpoint.pt").exists() else "model.pt")
     require(path.exists(), f"{folder} holds no checkpoint.pt yet")
     try:
         state = torch.load(path, map_location=device, weights_only=True)
         for key, part in parts.items():
             part.load_state_dict(state[key])
-        return int(state["iteration"]), [float(score) for score in state["scores"]]
+        return int(state["iteration"]), [float(score) for score in state["scores"]], int(state["processes"])
     except Exception as error:
         sentence = f"{path} is no checkpoint of this script and run: {type(error).__name__} {error}"
         raise UsageError(sentence.splitlines()[0]) from None
@@ -622,7 +645,7 @@ def evaluate(args: Args) -> list[float]:
     device, folder = start(args), str(args.evaluate)
     games = AtariGames(args, min(args.num_envs, args.eval_episodes))
     agent = Agent(games.num_actions, args.bf16).to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
-    iteration, _ = restore(folder, device, agent=agent)
+    iteration, *_ = restore(folder, device, agent=agent)
     film = Film(Path(folder), "evaluation", True, 15) if args.capture_video else None
     games.reset(reseed(args.seed, iteration))
     n, scores = len(games.games), []
@@ -649,6 +672,7 @@ def parse_args(argv: list[str] | None = None) -> Args:
     """The command line; with --resume or --evaluate, the flags of that run are the defaults."""
     args = tyro.cli(Args, args=argv)
     folder = args.resume or args.evaluate
+    require(not (args.resume and args.evaluate), "--resume and --evaluate exclude each other")
     if folder is None:
         return args
     try:
@@ -666,6 +690,8 @@ def main() -> None:
     try:
         args = parse_args()
         evaluate(args) if args.evaluate else train(args)
+    except (EOFError, ConnectionError) as error:
+        sys.exit(f"error: a process on which this one depends has died: {error}")
     except (UsageError, FloatingPointError, OSError, KeyboardInterrupt) as error:
         print(f"error: {str(error) or 'interrupted'}", file=sys.stderr)
         sys.exit({UsageError: 2, KeyboardInterrupt: 130}.get(type(error), 1))

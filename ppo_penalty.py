@@ -21,6 +21,7 @@ Shapes: T = num_steps, N = num_envs of this process, D = observation, A = action
 from __future__ import annotations
 
 import atexit
+import functools
 import json
 import os
 import random
@@ -63,9 +64,9 @@ class Args:
     gae_lambda: float = 0.95  # GAE λ in [0, 1]
     bootstrap_truncated: bool = True  # value what a time limit cuts off; --no-... counts it as death, as published
     norm_adv: bool = True  # normalise the advantages of each minibatch
-    beta: float = 1.0  # weight β of the KL penalty, at the start
+    beta: float = 1.0  # weight β of the KL penalty, at the start; adapted within [1e-4, 1e4]
     adaptive_beta: bool = True  # halve or double β after an iteration; --no-... keeps it
-    kl_target: float = 0.01  # KL(π_old‖π) per iteration that β steers to (nats)
+    kl_target: float = 0.01  # KL(π_old‖π) per iteration that β steers to (nats); --target-kl ends epochs
     ent_coef: float = 0.0  # entropy coefficient c2
     vf_coef: float = 0.5  # value loss coefficient c1
     max_grad_norm: float = 0.5  # largest global L2 norm of the gradient
@@ -95,10 +96,9 @@ class NormalizedEnvs:
     `obs` float32 [N, D] is what to act on next; `final_obs`, what the step led to, differs where an episode ended."""
 
     def __init__(self, args: Args, num_envs: int):
-        self.make, self.gamma = lambda: make_envs(args, num_envs), args.gamma
-        self.envs = self.make()
-        self.low, self.high = self.envs.single_action_space.low, self.envs.single_action_space.high
-        self.obs_stats, self.return_stats = Normalizer(*self.envs.single_observation_space.shape), Normalizer()
+        self.envs, self.make = make_envs(args, num_envs)  # one to try at first, then N anew at each reset
+        self.low, self.high, self.gamma = self.envs.action_space.low, self.envs.action_space.high, args.gamma
+        self.obs_stats, self.return_stats = Normalizer(*self.envs.observation_space.shape), Normalizer()
 
     def reset(self, seed: int) -> None:
         """Start N new episodes that depend on `seed` alone."""
@@ -134,7 +134,7 @@ class NormalizedEnvs:
             self.scores[done] = self.lengths[done] = self.discounted[done] = 0  # [30] no return leaks into the next one
             self.obs = self.final_obs.copy()
             self.obs[done] = self.normalize(np.stack(list(info["final_obs"][done])), np.flatnonzero(done))
-        return np.stack([scaled, terminations, truncations & ~terminations]), finished  # both at once: terminated
+        return np.array([scaled, terminations, truncations & ~terminations]), finished  # both at once: terminated
 
 
 def layer_init(layer: Any, gain: float = 2**0.5) -> Any:
@@ -207,9 +207,9 @@ def penalized_surrogate_loss(logratio: Tensor, advantages: Tensor, kl: Tensor, b
 
 
 def update_beta(beta: float, kl: float, target_kl: float) -> float:
-    """β of the next iteration (§4): half if KL < target / 1.5, double if KL > 1.5 target; kept within [1e-4, 1e4]."""
+    """β of the next iteration (§4): half if KL < target / 1.5, double if KL > 1.5 target; kept within [1e-4, 1e4], 0 stays."""
     factor = 0.5 if kl < target_kl / 1.5 else 2.0 if kl > 1.5 * target_kl else 1.0
-    return min(max(beta * factor, 1e-4), 1e4)
+    return min(max(beta * factor, 1e-4), 1e4) if beta else 0.0
 
 
 def value_loss(new_values: Tensor, old_values: Tensor, returns: Tensor, clip_coef: float | None) -> Tensor:
@@ -231,9 +231,9 @@ def ppo_loss(args: Args, agent: Agent, obs: Tensor, actions: Tensor, logprobs: T
     v_loss = value_loss(new_values, values, returns, None)
     entropy = (agent.actor_logstd + 0.5 * np.log(2 * np.pi * np.e)).sum()
     loss = policy_loss + args.vf_coef * v_loss - args.ent_coef * entropy  # [10]
-    # KL(π_old‖π) is estimated by the means of -log r and of (r - 1) - log r, which is never negative
-    stats = [v_loss, policy_loss, entropy, -logratio.mean(), (logratio.exp() - 1 - logratio).mean()]
-    return loss, torch.stack(stats).detach()
+    with torch.no_grad():  # KL(π_old‖π) is estimated by the means of -log r and of (r - 1) - log r, which is never < 0
+        kls = -logratio.mean(), (logratio.exp() - 1 - logratio).mean()
+        return loss, torch.stack([v_loss, policy_loss, entropy, *kls])
 
 
 def train(args: Args) -> dict[str, float]:
@@ -245,7 +245,7 @@ def train(args: Args) -> dict[str, float]:
     agent = Agent(envs.obs_stats.mean.size, envs.low.size, args.bf16, args.beta).to(device)
     optimizer = torch.optim.Adam(agent.parameters(), args.learning_rate, eps=1e-5, fused=True)  # [3]
     run = Run(args, device, agent=agent, optimizer=optimizer, obs_stats=envs.obs_stats, return_stats=envs.return_stats)
-    policy_fn, loss_fn = run.compile(agent.actor_mean), run.compile(ppo_loss)
+    loss_fn = run.compile(ppo_loss)  # the policy alone is so small that compiled code costs more to enter than it saves
     shape = (args.num_steps, args.num_envs // WORLD)  # [T, N]
     obs, next_obs = torch.zeros((2, *shape, envs.obs_stats.mean.size), device=device)
     means, actions = torch.zeros((2, *shape, envs.low.size), device=device)
@@ -259,7 +259,7 @@ def train(args: Args) -> dict[str, float]:
         with torch.inference_mode(), torch.autocast(device.type, torch.bfloat16, enabled=args.bf16):
             for t in range(args.num_steps):  # a segment of fixed length; the next one goes on where this one ends [1]
                 obs[t] = torch.from_numpy(envs.obs)
-                means[t] = policy_fn(obs[t])
+                means[t] = agent.actor_mean(obs[t])
                 actions[t] = means[t] + noise[t]
                 rows[t], finished = envs.step(actions[t].cpu().numpy())
                 next_obs[t] = torch.from_numpy(envs.final_obs)
@@ -329,6 +329,9 @@ def check_args(args: Args) -> None:
             require(value <= 1 or name not in FRACTIONS, f"{flag} must lie in [0, 1]")
         package = PACKAGES.get(name) if value else None
         require(not package or find_spec(package), f"{flag} needs a package: pip install {package}")
+    require(args.seed < 2**63, f"--seed {args.seed} must be below 2^63")
+    if args.evaluate:
+        return require(WORLD == 1, "--evaluate plays in one process")
     require(args.num_envs % WORLD == 0, f"--num-envs {args.num_envs} must be a multiple of the {WORLD} processes")
     require(batch_size // WORLD % args.num_minibatches == 0, f"--num-minibatches {args.num_minibatches} must divide"
             f" num-envs x num-steps = {batch_size // WORLD} in each process")  # fmt: skip
@@ -349,6 +352,7 @@ def start(args: Args) -> torch.device:
         raise UsageError(f"--device {args.device} does not work here: {str(error).splitlines()[0]}") from None
     torch.backends.cudnn.deterministic = args.torch_deterministic
     torch.backends.cudnn.benchmark = not args.torch_deterministic
+    torch.backends.cudnn.allow_tf32 = args.bf16
     torch.set_float32_matmul_precision("high" if args.bf16 else "highest")
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -415,8 +419,8 @@ class PlainEnv(gym.Wrapper):
         return gym.spaces.flatten(self.env.observation_space, obs)
 
 
-def make_envs(args: Args, num_envs: int) -> Any:
-    """Checks the environment's spaces and first observation, and makes `num_envs` of it; raises UsageError."""
+def make_envs(args: Args, num_envs: int) -> tuple[Any, Callable[[], Any]]:
+    """One environment whose spaces, first observation and picture were tried, and what makes `num_envs` of its kind."""
     import multiprocessing
 
     require(
@@ -427,7 +431,14 @@ def make_envs(args: Args, num_envs: int) -> Any:
         if multiprocessing.parent_process():  # a worker of AsyncVectorEnv, which its parent ends, also after Ctrl-C
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        env = gym.make(args.env_id, render_mode=render_mode, disable_env_checker=True)
+        if find_spec("mujoco"):  # it would repeat each warning for each environment, and in a file beside the run
+            import mujoco
+
+            mujoco.set_mju_user_warning(warn_once)
+        picture: dict[str, Any] = (
+            {"render_mode": render_mode} if render_mode else {}
+        )  # which not every environment takes
+        env = gym.make(args.env_id, disable_env_checker=True, **picture)
         parts = getattr(env.observation_space, "spaces", ())
         spaces = [env.observation_space, *(parts.values() if isinstance(parts, dict) else parts)]
         image = any(isinstance(s, gym.spaces.Box) and s.dtype == np.uint8 and len(s.shape) > 1 for s in spaces)
@@ -448,12 +459,21 @@ def make_envs(args: Args, num_envs: int) -> Any:
         require(
             shape == probe.observation_space.shape, f"it observes {shape}, not as declared {probe.observation_space}"
         )
-        if filmed:
-            probe.render()
-        probe.close()
-        return kind(makers, copy=False, autoreset_mode=gym.vector.AutoresetMode.SAME_STEP)
     except Exception as error:
         raise UsageError(f"--env-id {args.env_id} cannot be used: {error or type(error).__name__}") from error
+    try:
+        if filmed:
+            probe.render()
+    except Exception as error:
+        hint = "without a display, MuJoCo needs MUJOCO_GL=egl or MUJOCO_GL=osmesa"
+        raise UsageError(f"--capture-video cannot film {args.env_id}: {error} ({hint})") from error
+    return probe, lambda: kind(makers, copy=False, autoreset_mode=gym.vector.AutoresetMode.SAME_STEP)
+
+
+@functools.cache
+def warn_once(text: str) -> None:
+    if "deprecated" not in text:
+        print(f"MuJoCo: {text}", file=sys.stderr)
 
 
 def check_finite(what: str, values: np.ndarray, steps: np.ndarray, index: np.ndarray | None = None) -> None:
@@ -461,7 +481,8 @@ def check_finite(what: str, values: np.ndarray, steps: np.ndarray, index: np.nda
     if not np.isfinite(values).all():
         i = int(np.argmin(np.isfinite(values.reshape(len(values), -1)).all(1)))
         env = i if index is None else int(index[i])
-        raise FloatingPointError(f"{what} of environment {env} is {values[i]} at step {steps[env]:.0f} of its episode")
+        where = f"environment {RANK * len(steps) + env} is {values[i]} at step {steps[env]:.0f} of its episode"
+        raise FloatingPointError(f"{what} of {where}")
 
 
 def reseed(seed: int, iteration: int) -> int:
@@ -524,7 +545,8 @@ class Run:
 
     def __init__(self, args: Args, device: torch.device, **parts: Any):
         self.args, self.device, self.parts, self.start_time, self.line_time = args, device, parts, time.time(), 0.0
-        self.iteration, scores = restore(args.resume, device, **parts) if args.resume else (0, [])
+        self.iteration, scores, world = restore(args.resume, device, **parts) if args.resume else (0, [], WORLD)
+        require(world == WORLD, f"--resume {args.resume} needs as many processes as before, {world}, not {WORLD}")
         self.batch_size = args.num_envs * args.num_steps
         self.first, self.last = self.iteration, int(args.total_timesteps) // self.batch_size
         self.every = -(-51_200 // args.num_steps) if args.checkpoint_every is None else args.checkpoint_every
@@ -546,7 +568,8 @@ class Run:
                 self.folder = Path(tempfile.mkdtemp(prefix=name, dir=args.run_dir)).absolute()
             except OSError as error:
                 raise UsageError(f"--run-dir {args.run_dir} cannot hold run folders: {error}") from None
-        (self.folder / "args.json").write_text(json.dumps(asdict(replace(args, resume=None)), indent=2))
+        (self.folder / "args.tmp").write_text(json.dumps(asdict(replace(args, resume=None)), indent=2))
+        (self.folder / "args.tmp").replace(self.folder / "args.json")
         if args.track:
             import wandb
 
@@ -567,7 +590,10 @@ class Run:
 
     def starts_afresh(self, iteration: int) -> bool:
         """Generators and environments restart at the start and after each checkpoint, which makes resuming exact."""
-        return iteration == self.first or iteration % (self.every or self.last) == 0
+        afresh = iteration == self.first or iteration % (self.every or self.last) == 0
+        if afresh and self.film and self.film.video:
+            self.film.end()
+        return afresh
 
     def compile(self, function: Any) -> Any:
         mode = "reduce-overhead" if self.device.type == "cuda" else "default"
@@ -584,6 +610,8 @@ class Run:
         """Log, and write a checkpoint when it is due; raises FloatingPointError instead if a loss is not finite."""
         stacked = torch.stack([torch.as_tensor(x, dtype=torch.float32, device=self.device) for x in metrics.values()])
         self.metrics = dict(zip(metrics, global_mean(stacked).tolist(), strict=True))
+        if not np.isfinite(self.metrics["losses/explained_variance"]):
+            self.metrics["losses/explained_variance"] = float("nan")  # it does not exist for constant returns
         bad = [
             f"{k} is {v}" for k, v in self.metrics.items() if not np.isfinite(v) and k != "losses/explained_variance"
         ]
@@ -628,15 +656,20 @@ class Run:
     def save(self, name: str, **parts: Any) -> None:
         """Write a file whole or not at all: aside, to the disk, then renamed. It holds tensors, numbers and strings."""
         weights = torch.cat([p.detach().reshape(-1) for p in self.parts["agent"].parameters()])
-        if WORLD > 1 and not torch.equal(global_mean(weights.double()), weights.double()):
-            raise FloatingPointError("the processes hold different weights; nothing was saved")
+        if WORLD > 1:
+            low, high = weights.clone(), weights.clone()
+            dist.all_reduce(low, dist.ReduceOp.MIN)
+            dist.all_reduce(high, dist.ReduceOp.MAX)
+            if not torch.equal(low, high):
+                raise FloatingPointError("the processes hold different weights; nothing was saved")
         if RANK:
             return
         state = {key: part.state_dict() for key, part in parts.items()}
         aside = self.folder / f"{name}.tmp"
         try:
             with open(aside, "wb") as file:
-                torch.save(state | {"iteration": self.iteration, "scores": list(self.scores)}, file)
+                numbers = {"iteration": self.iteration, "scores": list(self.scores), "processes": WORLD}
+                torch.save(state | numbers, file)
                 file.flush()
                 os.fsync(file.fileno())
             aside.replace(self.folder / name)
@@ -658,19 +691,22 @@ class Run:
     def close(self) -> None:
         self.bar.close()
         self.writer.close()
-        state = "finished" if self.iteration >= self.last else "not finished: --resume goes on from its last checkpoint"
+        saved = (
+            "--resume goes on from its last checkpoint" if (self.folder / "checkpoint.pt").exists() else "no checkpoint"
+        )
+        state = "finished" if self.iteration >= self.last else f"not finished: {saved}"
         print(f"run folder: {self.folder} ({state})", flush=True)
 
 
-def restore(folder: str, device: torch.device, **parts: Any) -> tuple[int, list[float]]:
-    """Load a checkpoint into `parts`; returns its iteration and latest scores. Nothing in the file is executed."""
+def restore(folder: str, device: torch.device, **parts: Any) -> tuple[int, list[float], int]:
+    """Load a checkpoint into `parts`; returns its iteration, latest scores and number of processes. Executes nothing."""
     path = Path(folder, "checkpoint.pt" if Path(folder, "checkpoint.pt").exists() else "model.pt")
     require(path.exists(), f"{folder} holds no checkpoint.pt yet")
     try:
         state = torch.load(path, map_location=device, weights_only=True)
         for key, part in parts.items():
             part.load_state_dict(state[key])
-        return int(state["iteration"]), [float(score) for score in state["scores"]]
+        return int(state["iteration"]), [float(score) for score in state["scores"]], int(state["processes"])
     except Exception as error:
         sentence = f"{path} is no checkpoint of this script and run: {type(error).__name__} {error}"
         raise UsageError(sentence.splitlines()[0]) from None
@@ -715,7 +751,7 @@ def evaluate(args: Args) -> list[float]:
     n, scores = min(args.num_envs, args.eval_episodes), list[float]()
     envs = NormalizedEnvs(args, n)
     agent = Agent(envs.obs_stats.mean.size, envs.low.size, args.bf16).to(device)
-    iteration, _ = restore(folder, device, agent=agent, obs_stats=envs.obs_stats)
+    iteration, *_ = restore(folder, device, agent=agent, obs_stats=envs.obs_stats)
     envs.obs_stats.update = envs.return_stats.update = lambda x: None  # type: ignore[method-assign]  # frozen
     film = Film(Path(folder), "evaluation", True, 30) if args.capture_video else None
     envs.reset(reseed(args.seed, iteration))
@@ -743,6 +779,7 @@ def parse_args(argv: list[str] | None = None) -> Args:
     """The command line; with --resume or --evaluate, the flags of that run are the defaults."""
     args = tyro.cli(Args, args=argv)
     folder = args.resume or args.evaluate
+    require(not (args.resume and args.evaluate), "--resume and --evaluate exclude each other")
     if folder is None:
         return args
     try:
@@ -760,6 +797,8 @@ def main() -> None:
     try:
         args = parse_args()
         evaluate(args) if args.evaluate else train(args)
+    except (EOFError, ConnectionError) as error:
+        sys.exit(f"error: a process on which this one depends has died: {error}")
     except (UsageError, FloatingPointError, OSError, KeyboardInterrupt) as error:
         print(f"error: {str(error) or 'interrupted'}", file=sys.stderr)
         sys.exit({UsageError: 2, KeyboardInterrupt: 130}.get(type(error), 1))

@@ -88,5 +88,15 @@ IDS: dict[str, dict[str, Any]] = {
     "ImageObs": {"observation": box(0, 255, (96, 96, 3), np.uint8)},
     "SequenceObs": {"observation": spaces.Sequence(box(-1, 1, (2,), np.float32))},
 }
+
+
+class Plain(Counting):
+    """Its constructor takes nothing, not even a render mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+
 for _name, _options in IDS.items():
     gym.register(id=f"{_name}-v0", entry_point="counting_envs:Counting", kwargs=_options)
+gym.register(id="Plain-v0", entry_point="counting_envs:Plain")

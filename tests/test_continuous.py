@@ -41,6 +41,12 @@ def test_episodes_end_within_the_step(gaussian, monkeypatch, name: str, terminat
             assert (env.final_obs[:, 1] != env.obs[:, 1]).all() and (env.final_obs[:, 2] != env.obs[:, 2]).all()
 
 
+def test_a_constructor_need_not_know_render_modes(gaussian) -> None:
+    env = envs(gaussian, "Plain")
+    env.reset(1)
+    assert env.step(zeros(env))[0].tolist() == [[pytest.approx(1, abs=9)], [0], [0]]
+
+
 def test_seeds_decide_everything_and_environments_differ(gaussian, monkeypatch) -> None:
     plain(gaussian, monkeypatch)
     env = envs(gaussian, num_envs=4)
