@@ -333,7 +333,7 @@ def test_evaluation_of_a_policy_that_never_fires_ends(atari: ModuleType, tmp_pat
     agent = atari.Agent(4)
     agent.actor.weight.data.zero_()
     agent.actor.bias.data.copy_(torch.tensor([9.0, 0.0, 0.0, 0.0]))
-    torch.save({"agent": agent.state_dict(), "iteration": 0, "scores": []}, tmp_path / "checkpoint.pt")
+    torch.save({"agent": agent.state_dict(), "iteration": 0, "scores": [], "processes": 1}, tmp_path / "checkpoint.pt")
     (tmp_path / "args.json").write_text(json.dumps(dataclasses.asdict(args)))
     scores = atari.evaluate(args)
     assert len(scores) == 3

@@ -35,6 +35,9 @@ if script.RANK == 0:
     torch.save([flat, script.global_mean(stats)], sys.argv[1])
 else:
     script.global_mean(stats)
+if script.WORLD > 1:
+    dist.barrier()
+    dist.destroy_process_group()
 """
 
 SHARE = """
@@ -55,6 +58,8 @@ dist.all_gather_object(states, stats.state_dict())
 assert states[0] == states[-1], "the processes hold different statistics"
 if script.RANK == 0:
     torch.save(stats.state_dict(), sys.argv[1])
+dist.barrier()
+dist.destroy_process_group()
 """
 
 

@@ -61,6 +61,7 @@ def interrupted(name: str, cwd: Path, sign: signal.Signals, *flags: Any) -> tupl
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # background jobs inherit that it is ignored
     )
     while not (found := list(cwd.glob("runs/*/checkpoint.pt"))):
         assert process.poll() is None, process.communicate()[0]
