@@ -245,6 +245,10 @@ def train(args: Args) -> dict[str, float]:
     agent = Agent(games.num_actions, args.bf16).to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
     optimizer = torch.optim.Adam(agent.parameters(), args.learning_rate, eps=1e-5, fused=True)  # [3]
     run = Run(args, device, agent=agent, optimizer=optimizer)
+    if not RANK:
+        print(
+            f"4 emulator frames per step, sticky actions {args.sticky_actions:g}, games of {args.max_episode_frames} frames"
+        )
     act_fn, loss_fn = run.compile(act), run.compile(ppo_loss)
     shape = (args.num_steps, args.num_envs // WORLD)  # [T, N]; frames lie in memory as channels_last, which is faster
     obs = torch.zeros((*shape, 84, 84, 4), dtype=torch.uint8, device=device).permute(0, 1, 4, 2, 3)

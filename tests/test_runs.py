@@ -209,6 +209,7 @@ def test_a_start_prints_no_warnings_and_the_folder_first_and_last(name: str, tmp
     lines = result.stdout.splitlines()
     assert str(folder) in lines[0] and str(folder) in lines[-1] and "finished" in lines[-1]
     assert "512 of 512" in lines[1] and "on cpu" in lines[1]
+    assert name != "ppo_atari" or "sticky actions 0," in lines[2]  # the protocol
     assert sorted(p.name.split(".")[0] for p in folder.iterdir()) == ["args", "checkpoint", "events"]
     assert json.loads((folder / "args.json").read_text())["seed"] == 1
 
