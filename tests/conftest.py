@@ -53,7 +53,7 @@ def command(name: str, *flags: Any) -> list[str]:
     return [sys.executable, str(ROOT / f"{name}.py"), *map(str, flags)]
 
 
-def run(name: str, *flags: Any, cwd: Path, timeout: float = 180, **options: Any) -> subprocess.CompletedProcess[str]:
+def run(name: str, *flags: Any, cwd: Path, timeout: float = 400, **options: Any) -> subprocess.CompletedProcess[str]:
     """Run a script as a user does, without a terminal."""
     return subprocess.run(
         command(name, *flags),

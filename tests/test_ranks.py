@@ -63,7 +63,7 @@ dist.destroy_process_group()
 """
 
 
-def torchrun(cwd: Path, ranks: int, *command: Any, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+def torchrun(cwd: Path, ranks: int, *command: Any, timeout: float = 400) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [
             sys.executable,

@@ -67,7 +67,7 @@ def interrupted(name: str, cwd: Path, sign: signal.Signals, *flags: Any) -> tupl
         assert process.poll() is None, process.communicate()[0]
         time.sleep(0.01)
     process.send_signal(sign)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=200)
     return found[0].parent, process.returncode, output
 
 
@@ -221,7 +221,7 @@ def test_run_folders_are_flat_and_unique(name: str, tmp_path: Path) -> None:
         subprocess.Popen(command(name, *flags), cwd=tmp_path, env=environment(), stdout=subprocess.DEVNULL)
         for _ in range(2)
     ]
-    assert [p.wait(120) for p in processes] == [0, 0]
+    assert [p.wait(400) for p in processes] == [0, 0]
     folders = list((tmp_path / "runs").iterdir())
     assert len(folders) == 2
     for folder in folders:
@@ -362,7 +362,7 @@ def test_filming_writes_playable_clips_and_changes_nothing(name: str, tmp_path: 
 @pytest.mark.parametrize("kind", ["sync", "async"])
 def test_a_crash_inside_an_environment_ends_the_run_with_its_message(name: str, tmp_path: Path, kind: str) -> None:
     flags = [*SMALL[name], "--env-id", "counting_envs:Crash-v0", "--vectorization", kind]
-    result = run(name, *flags, cwd=tmp_path, timeout=60)
+    result = run(name, *flags, cwd=tmp_path, timeout=200)
     assert result.returncode not in (0, 2) and "the simulator crashed" in result.stderr
     left = subprocess.run(["pgrep", "-f", str(tmp_path)], capture_output=True, text=True).stdout
     assert not left
@@ -385,7 +385,7 @@ def test_a_killed_worker_does_not_hang_the_run(name: str, tmp_path: Path) -> Non
     workers = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
     assert len(workers) >= 2
     os.kill(int(workers[-1]), signal.SIGKILL)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=200)
     assert process.returncode not in (0, 2), output
 
 
