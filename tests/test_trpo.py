@@ -573,7 +573,7 @@ def test_two_processes_take_the_same_step(tmp_path: Path) -> None:
     """`Run.save` compares the weights of all processes, so that a finished run had equal ones."""
     flags = command("trpo", *PENDULUM, "--total-timesteps", 1536, "--checkpoint-every", 1)[1:]
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *flags]
-    result = subprocess.run(launch, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=120)
+    result = subprocess.run(launch, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=400)
     assert result.returncode == 0, result.stderr
     (folder,) = (tmp_path / "runs").iterdir()
     log = scalars(folder)
