@@ -85,8 +85,9 @@ def test_at_the_old_policy_the_gradient_is_the_vanilla_policy_gradient(name: str
 
 
 def test_problem_2_the_rule_for_beta(penalty: ModuleType) -> None:
-    """Target 6: at KL 10 > 9 β doubles; at 8 it stays; at 3.9 < 4 it halves."""
-    assert [penalty.update_beta(0.1, kl, 6.0) for kl in (10.0, 8.0, 3.9)] == pytest.approx([0.2, 0.1, 0.05])
+    """Target 6: above 9 β doubles, below 4 it halves, between them it stays."""
+    new = {kl: penalty.update_beta(0.1, kl, 6.0) for kl in (10.0, 9.1, 8.9, 8.0, 4.1, 3.9)}
+    assert new == pytest.approx({10.0: 0.2, 9.1: 0.2, 8.9: 0.1, 8.0: 0.1, 4.1: 0.1, 3.9: 0.05})
 
 
 def test_penalized_objective_by_hand(penalty: ModuleType) -> None:

@@ -277,6 +277,22 @@ def test_target_kl_ends_the_epochs_before_the_step_that_goes_on(ppo, small_args,
     assert scalars(folder(args))["charts/updates"][0][1] == len(steps)
 
 
+@pytest.mark.detail("S3")
+def test_epochs_end_where_approximate_kl_passes_one_and_a_half_times_the_target(ppo, small_args, monkeypatch) -> None:
+    """Estimates told to the loop: 1.49 and 1.51 times the target."""
+    original, told = ppo.ppo_loss, iter([0.0149, 0.0149, 0.0149, 0.0151, 0.0])
+    steps = watch(monkeypatch, torch.optim.Adam, "step", lambda args, result: None)
+
+    def tell(*args: Any) -> Any:
+        loss, stats = original(*args)
+        stats[4] = next(told)
+        return loss, stats
+
+    monkeypatch.setattr(ppo, "ppo_loss", tell)
+    ppo.train(small_args(ppo, total_timesteps=128, target_kl=0.01, update_epochs=4, num_minibatches=4))
+    assert len(steps) == 3 and next(told) == 0.0
+
+
 def test_losses_logged_are_means_over_all_minibatches(ppo, small_args, monkeypatch) -> None:
     calls = watch(monkeypatch, ppo, "ppo_loss", lambda args, result: result[1].tolist())
     args = small_args(ppo, total_timesteps=128, update_epochs=3)
