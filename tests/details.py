@@ -1,4 +1,4 @@
-"""Writes DETAILS.md from the marks in the scripts and the markers of the tests: `python tests/details.py`."""
+"""Writes DETAILS.md from the marks in the scripts, the markers of the tests and the mutants: `python tests/details.py`."""
 
 import ast
 import io
@@ -7,9 +7,11 @@ import tokenize
 from collections import defaultdict
 from pathlib import Path
 
+from mutations import MUTANTS
+
 ROOT = Path(__file__).parents[1]
 MARK = re.compile(r"\[([RS]?\d+)\]")
-CATALOGUE = {
+PPO = {
     "1": "N environments step together; segments of fixed length go on where the last one ended",
     "2": "Orthogonal weights (gain √2, 0.01 for the policy, 1 for the value), zero biases",
     "3": "Adam's ε is 1e-5",
@@ -53,13 +55,70 @@ CATALOGUE = {
     "S4": "Invalid actions masked",
 }
 TRPO = {
-    "TRPO-FVP": "Fisher-vector products JᵀMJv, linearised once per update",
-    "TRPO-CG": "Conjugate gradient from zero",
+    "TRPO-FVP": "Fisher-vector products JᵀMJv, damped, linearised once per update",
+    "TRPO-CG": "Conjugate gradient from zero, ended by its relative tolerance or by curvature that is not positive",
     "TRPO-step": "Step √(2δ / xᵀFx)·x",
-    "TRPO-search": "Accepted only if the surrogate improves and KL(old‖new) ≤ δ, else restored",
+    "TRPO-search": "Accepted only if the surrogate improves and KL(old‖new) ≤ δ, else the old parameters stand",
     "TRPO-degenerate": "No step, never NaN, where curvature, gradient or surrogate are degenerate",
 }
-ABSENT = "no script has it yet"
+PENALTY = {
+    "PEN-KL": "KL(old‖new) of normal distributions in closed form",
+    "PEN-loss": "Surrogate minus β·KL(old‖new)",
+    "PEN-beta": "β halved below target / 1.5 and doubled above 1.5 × target, within [1e-4, 1e4]; once per iteration",
+    "PEN-old": "Means and log std of the old policy kept with the batch; the KL of the whole batch moves β",
+}
+RLHF = {
+    "R1": "Models read prompt and response together",
+    "R2": "Prompts cut or padded to one width",
+    "R3": "Padding is known by its place, never by equality with the end-of-text token",
+    "R4": "Padding on the left, positions counted by the mask in every forward pass",
+    "R5": "Prompts end where a sentence or a clause ends",
+    "R6": "Strings are joined first, then tokenised",
+    "R7": "Prompts in a new order each pass, with a seed for each process",
+    "R8": "Reward head drawn from N(0, 1/√(d+1)), zero bias",
+    "R9": "Reward model learns -log σ(chosen - rejected) in one pass",
+    "R10": "The score is read at the last real token",
+    "R11": "Rewards have mean 0 and std 1 on samples of the first policy; gain and bias are saved with the model",
+    "R12": "Accuracy of the reward model on pairs that it has not seen",
+    "R13": "Supervised loss counts the end-of-text token and no padding",
+    "R14": "Responses sampled from softmax(logits / T) alone, without top-k or top-p",
+    "R15": "The same temperature in every log-probability",
+    "R16": "Responses cut at the stop token",
+    "R17": "Responses without a stop token are punished",
+    "R18": "No dropout anywhere",
+    "R19": "The reference policy never changes",
+    "R20": "Value network with a head that starts at zero, or a copy of the reward model",
+    "R21": "Reward of a token is -β(log π - log π_ref); the score comes with the last one",
+    "R22": "β adapted to a target KL, in proportion to the miss or by halves and doubles",
+    "R23": "Rewards scaled to std 1, their mean kept",
+    "R24": "γ = 1, λ = 0.95, value 0 after the last token; targets from advantages before whitening",
+    "R25": "Advantages whitened under the mask",
+    "R26": "Epochs in new orders; micro-batches accumulate into one step",
+    "R27": "Clip range 0.2 for ratio and value, value weight 0.1, no entropy bonus",
+    "R28": "Small learning rate, linear to 0; ε 1e-5",
+    "R29": "Adam's ε placed as TensorFlow places it",
+    "R30": "Metrics as means under the mask; samples shown",
+    "R31": "Evaluated by a judge other than the reward model, and against KL",
+}
+CATALOGUE = PPO | TRPO | PENALTY | RLHF
+LSTM, NO_SCRIPT = "no script has a recurrent policy", "no script has it"
+NOT_DONE: dict[str, str] = {  # number -> why no script has it
+    **dict.fromkeys(map(str, range(32, 37)), LSTM),
+    "37": "no script takes MultiDiscrete actions",
+    "S1": NO_SCRIPT,
+    "S4": NO_SCRIPT,
+}
+ELEMENTS = {  # what has a name instead of a number: script and functions
+    "TRPO-FVP": ("trpo", "fisher_vector_product", "update_policy"),
+    "TRPO-CG": ("trpo", "conjugate_gradient"),
+    "TRPO-step": ("trpo", "natural_step"),
+    "TRPO-search": ("trpo", "line_search", "kl_divergence", "update_policy"),
+    "TRPO-degenerate": ("trpo", "conjugate_gradient", "natural_step", "line_search", "update_policy", "report"),
+    "PEN-KL": ("ppo_penalty", "kl_divergence"),
+    "PEN-loss": ("ppo_penalty", "penalized_surrogate_loss", "ppo_loss"),
+    "PEN-beta": ("ppo_penalty", "update_beta", "train"),
+    "PEN-old": ("ppo_penalty", "train", "ppo_loss"),
+}
 
 
 def scripts() -> list[Path]:
@@ -102,29 +161,58 @@ def tests() -> dict[str, list[str]]:
     return claims
 
 
-def table() -> str:
+def places() -> dict[str, list[str]]:
+    """Mark -> script and function, linked, of each place; raises KeyError for an element whose function is gone."""
     where: dict[str, list[str]] = defaultdict(list)
     for path in scripts():
         for mark, names in marks(path).items():
             where[mark] += [f"[{path.name}]({path.name}) `{name}`" for name in names]
-    claims = tests()
-    rows = ["| detail | what | where | tests that fail without it |", "|---|---|---|---|"]
-    for mark, what in CATALOGUE.items():
-        test_names = "<br>".join(f"`{name}`" for name in claims[mark])
-        rows.append(f"| {mark} | {what} | {'<br>'.join(where[mark]) or ABSENT} | {test_names or '-'} |")
-    for mark in sorted(mark for mark in claims if mark.startswith("TRPO")):
-        test_names = "<br>".join(f"`{name}`" for name in claims[mark])
-        rows.append(f"| {mark} | {TRPO[mark]} | [trpo.py](trpo.py) | {test_names} |")
+    for mark, (script, *functions) in ELEMENTS.items():
+        tree = ast.parse((ROOT / f"{script}.py").read_text())
+        missing = {*functions} - {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+        if missing:
+            raise KeyError(f"{script}.py has no {missing}")
+        where[mark] = [f"[{script}.py]({script}.py) `{name}`" for name in functions]
+    return where
+
+
+def table(catalogue: dict[str, str]) -> str:
+    where, claims = places(), tests()
+    rows = ["| detail | what | where | tests that fail without it | mutants |", "|---|---|---|---|---|"]
+    for mark, what in catalogue.items():
+        names = "<br>".join(f"`{name}`" for name in claims[mark])
+        place = "<br>".join(where[mark]) or NOT_DONE.get(mark, NO_SCRIPT)
+        count = sum(len(mutant.scripts.split()) for mutant in MUTANTS if mutant.detail == mark)
+        rows.append(f"| {mark} | {what} | {place} | {names or '-'} | {count or '-'} |")
     return "\n".join(rows)
 
 
 def text() -> str:
     return f"""# The implementation details, where they are, and what would notice their loss
 
-Numbers as in Huang et al. 2022, "The 37 Implementation Details of Proximal Policy Optimization"; a mark such as `[7]`
-in a script stands on the line that does it. This file is made by `python tests/details.py`; a test fails when it is stale.
+A mark such as `[7]` in a script stands on the line that does detail 7. A mutant is a small change to a script that takes
+the detail away; `pytest -m mutation` makes each of them in a copy and fails unless a test that claims the detail does.
+This file is made by `python tests/details.py`; a test fails when it is stale.
 
-{table()}
+## PPO
+
+Numbers as in Huang et al. 2022, "The 37 Implementation Details of Proximal Policy Optimization".
+
+{table(PPO)}
+
+## The KL penalty
+
+{table(PENALTY)}
+
+## TRPO
+
+{table(TRPO)}
+
+## RLHF with PPO
+
+After Huang et al. 2023, "The N Implementation Details of RLHF with PPO", and its sequel on summaries of 2024.
+
+{table(RLHF)}
 """
 
 

@@ -38,6 +38,55 @@ def play(env: Any, steps: int, seed: int = 0, action: int | None = None) -> list
     ]
 
 
+@pytest.mark.detail("1")
+def test_every_game_gets_its_own_action(atari: ModuleType) -> None:
+    env = games(atari, "Pong", num_envs=3)
+    recorders = [Recorder(game) for game in env.games]
+    env.games[:] = recorders
+    env.reset(1)
+    env.step(np.array([0, 2, 5]))
+    assert [recorder.sent for recorder in recorders] == [[0], [2], [5]]
+
+
+@pytest.mark.detail("1")
+def test_a_segment_of_frames_goes_on_where_the_last_one_ended(atari: ModuleType, small_args: Any, monkeypatch) -> None:
+    """Games cut after 3 steps in segments of 8: the rows learned from are what each action was chosen on, in a chain."""
+    acted_on: list[np.ndarray] = []
+    came_next: list[np.ndarray] = []
+    learned: list[torch.Tensor] = []
+    step, loss = atari.AtariGames.step, atari.ppo_loss
+
+    def watched(self: Any, actions: np.ndarray) -> Any:
+        acted_on.append(self.obs.copy())
+        result = step(self, actions)
+        came_next.append(self.obs.copy())
+        return result
+
+    def keep(args: Any, agent: Any, obs: torch.Tensor, *rest: Any) -> Any:
+        learned.append(obs.clone())
+        return loss(args, agent, obs, *rest)
+
+    monkeypatch.setattr(atari.AtariGames, "step", watched)
+    monkeypatch.setattr(atari, "ppo_loss", keep)
+    args = small_args(
+        atari,
+        num_steps=8,
+        num_minibatches=1,
+        update_epochs=1,
+        total_timesteps=48,
+        max_episode_frames=12,
+        checkpoint_every=0,
+        learning_rate=0.0,
+    )
+    atari.train(args)
+    assert len(acted_on) == 24 and len(learned) == 3
+    for before, after in zip(came_next, acted_on[1:], strict=False):
+        np.testing.assert_array_equal(before, after)
+    for i, batch in enumerate(learned):
+        rows = sorted(row.tobytes() for frames in acted_on[8 * i : 8 * i + 8] for row in frames)
+        assert sorted(row.numpy().tobytes() for row in batch.contiguous()) == rows
+
+
 SAME_GAME = ["Breakout", "breakout", "BreakoutNoFrameskip-v4", "ALE/Breakout-v5", "BreakoutDeterministic-v4"]
 
 
@@ -110,6 +159,8 @@ def test_a_game_starts_with_the_ball_in_play(atari: ModuleType) -> None:
     assert len(finished) >= 1
 
 
+@pytest.mark.detail("16")
+@pytest.mark.detail("19")
 def test_scores_are_raw_full_game_sums_and_no_reward_is_lost(atari: ModuleType) -> None:
     for env_id, steps in (("Breakout", 700), ("Qbert", 500)):
         env = games(atari, env_id)
@@ -179,6 +230,22 @@ def test_games_start_after_a_random_number_of_no_ops(atari: ModuleType) -> None:
     for _ in range(60):
         starts.add(int(game.reset()[1]["episode_frame_number"][0]))
     assert len(starts) > 15 and max(starts) <= 30
+
+
+@pytest.mark.detail("14")
+def test_games_of_one_batch_wait_for_different_numbers_of_no_ops(atari: ModuleType) -> None:
+    env, frames = games(atari, "Freeway", num_envs=12), []
+    for game in env.games:
+        reset = game.reset
+
+        def watched(reset: Any = reset, **options: Any) -> Any:
+            result = reset(**options)
+            frames.append(int(result[1]["episode_frame_number"][0]))
+            return result
+
+        game.reset = watched
+    env.reset(1)
+    assert len(set(frames)) >= 5 and max(frames) > 10
 
 
 @pytest.mark.detail("15")
@@ -280,7 +347,34 @@ def test_policy_and_value_share_the_network(atari: ModuleType) -> None:
     for output in (agent(obs)[0].logits.square().sum(), agent(obs)[1].square().sum()):
         agent.zero_grad()
         output.backward()
-        assert agent.network[0].weight.grad.abs().sum() > 0
+        for layer in (agent.network[0], agent.network[7]):
+            assert layer.weight.grad is not None and layer.weight.grad.abs().sum() > 0
+
+
+@pytest.mark.detail("21")
+@pytest.mark.detail("22")
+def test_the_network_by_its_weights_alone(atari: ModuleType) -> None:
+    """Convolutions as products with patches cut out by hand, ReLU as a maximum: logits and values are the agent's."""
+    torch.manual_seed(0)
+    agent = atari.Agent(4)
+    for p in agent.parameters():
+        p.data += 0.02 * torch.randn_like(p)  # biases and the small head count, too
+    obs = torch.randint(0, 256, (2, 4, 84, 84), dtype=torch.uint8)
+    weights = [p.detach().double().numpy() for p in agent.parameters()]
+    x = obs.numpy() / 255
+    for weight, bias, stride in zip(weights[0:6:2], weights[1:6:2], (4, 2, 1), strict=True):
+        size = weight.shape[-1]
+        side = range(0, x.shape[-1] - size + 1, stride)
+        patches = np.array([[x[:, :, i : i + size, j : j + size] for j in side] for i in side])  # [h, w, B, C, k, k]
+        x = np.maximum(np.einsum("hwbckl,ockl->bohw", patches, weight) + bias[:, None, None], 0)
+    hidden = np.maximum(x.reshape(2, -1) @ weights[6].T + weights[7], 0)
+    with torch.no_grad():
+        policy, values = agent(obs)
+    logits = hidden @ weights[8].T + weights[9]
+    shifted = policy.logits.numpy() - logits  # a categorical knows its logits up to a constant
+    np.testing.assert_allclose(shifted, shifted[:, :1].repeat(4, 1), atol=1e-4)
+    np.testing.assert_allclose(values, (hidden @ weights[10].T + weights[11])[:, 0], atol=1e-4)
+    assert np.abs(logits).max() > 0.1 and (hidden == 0).mean() > 0.1
 
 
 @pytest.mark.detail("22")

@@ -84,12 +84,14 @@ def test_at_the_old_policy_the_gradient_is_the_vanilla_policy_gradient(name: str
     torch.testing.assert_close(gradient, (score * advantages[:, None]).mean(0))
 
 
+@pytest.mark.detail("PEN-beta")
 def test_problem_2_the_rule_for_beta(penalty: ModuleType) -> None:
     """Target 6: above 9 β doubles, below 4 it halves, between them it stays."""
     new = {kl: penalty.update_beta(0.1, kl, 6.0) for kl in (10.0, 9.1, 8.9, 8.0, 4.1, 3.9)}
     assert new == pytest.approx({10.0: 0.2, 9.1: 0.2, 8.9: 0.1, 8.0: 0.1, 4.1: 0.1, 3.9: 0.05})
 
 
+@pytest.mark.detail("PEN-loss")
 def test_penalized_objective_by_hand(penalty: ModuleType) -> None:
     """Eq. 8 with β = 3: mean of 1.5·2 - 3·0.1 and 0.5·(-2) - 3·0.2 is 0.55, and its gradient in β is -mean KL."""
     logratio, advantages = torch.tensor([1.5, 0.5]).log(), torch.tensor([2.0, -2.0])

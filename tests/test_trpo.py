@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import MODULES, SMALL, command, environment, run, run_small, scalars
+from conftest import MODULES, ROOT, SMALL, command, environment, run, run_small, scalars
 
 trpo = MODULES["trpo"]
 Policy = Callable[[torch.Tensor], tuple[torch.Tensor, ...]]
@@ -192,6 +192,8 @@ def test_cg_stops_at_its_tolerance_and_at_once_when_there_is_nothing_to_solve() 
     assert trpo.conjugate_gradient(lambda v: scale * v, torch.zeros(3, dtype=torch.float64), 10).tolist() == [0, 0, 0]
 
 
+@pytest.mark.detail("TRPO-CG")
+@pytest.mark.detail("TRPO-degenerate")
 @pytest.mark.parametrize("curvature", [0.0, -1.0, math.nan])
 def test_cg_keeps_what_it_has_when_curvature_is_not_positive(curvature: float) -> None:
     assert trpo.conjugate_gradient(lambda v: curvature * v, torch.ones(3), 10).tolist() == [0, 0, 0]
@@ -286,6 +288,7 @@ def test_line_search_returns_the_old_parameters_bit_for_bit_when_none_passes(sur
 # -------------------------------------------------------------------------------------------------------- distributions
 
 
+@pytest.mark.detail("TRPO-search")
 def test_gaussian_kl_by_integration() -> None:
     side = lambda mean, std: (torch.tensor([[mean]], dtype=torch.float64), torch.tensor([std]).double().log())
     old, new = side(0.3, 0.8), side(-0.5, 1.7)
@@ -298,6 +301,7 @@ def test_gaussian_kl_by_integration() -> None:
     assert float(trpo.kl_divergence(new, old)) != pytest.approx(float(integral), abs=1e-2)
 
 
+@pytest.mark.detail("TRPO-search")
 def test_categorical_kl_by_hand_and_by_sampling() -> None:
     old, new = (torch.tensor([[0.5, 0.25, 0.25]]).log() + 3,), (torch.tensor([[0.25, 0.5, 0.25]]).log() - 1,)
     assert float(trpo.kl_divergence(old, new)) == pytest.approx(0.25 * math.log(2), rel=1e-5)
@@ -321,6 +325,34 @@ def test_log_prob_kl_entropy_and_samples_agree_with_the_library(discrete: bool) 
     torch.testing.assert_close(trpo.entropy(old), distribution(old).entropy().mean())
     mode = trpo.sample(old, torch.zeros(6, 4))
     assert torch.equal(mode, torch.eye(4).long()[old[0].argmax(-1)] if discrete else old[0])
+
+
+@pytest.mark.detail("13")
+@pytest.mark.detail("24")
+@pytest.mark.detail("26")
+def test_the_agent_is_two_tanh_networks_and_one_log_std() -> None:
+    """Its layers, what depends on which parameter, and by hand what it computes."""
+    torch.manual_seed(0)
+    agent = trpo.Agent(5, 2, False)
+    for network, outputs in ((agent.actor, 2), (agent.critic, 1)):
+        assert [type(layer).__name__ for layer in network] == ["Linear", "Tanh", "Linear", "Tanh", "Linear"]
+        assert [tuple(p.shape) for p in network.parameters()][::2] == [(64, 5), (64, 64), (outputs, 64)]
+    assert agent.actor_logstd.tolist() == [0, 0] and agent.actor_logstd.requires_grad
+    assert trpo.Agent(5, 2, True).actor_logstd is None
+    obs = torch.randn(9, 5)
+    agent.values(obs).sum().backward()
+    touched = {name for name, p in agent.named_parameters() if p.grad is not None and bool(p.grad.abs().sum() > 0)}
+    assert touched == {name for name, _ in agent.named_parameters() if name.startswith("critic.")}
+    agent.zero_grad()
+    means, logstd = agent(obs)
+    (means.sum() + logstd.sum()).backward()
+    touched = {name for name, p in agent.named_parameters() if p.grad is not None and bool(p.grad.abs().sum() > 0)}
+    assert touched == {name for name, _ in agent.named_parameters() if not name.startswith("critic.")}
+    assert logstd.tolist() == [0, 0]
+    x = obs
+    for i in (0, 2):
+        x = torch.tanh(x @ agent.actor[i].weight.T + agent.actor[i].bias)
+    torch.testing.assert_close(means, x @ agent.actor[4].weight.T + agent.actor[4].bias)
 
 
 # ----------------------------------------------------------------------------------------------------------- the update
@@ -408,6 +440,7 @@ def test_no_damping_is_no_nan(discrete: bool) -> None:
     assert all(p.isfinite().all() for p in agent.parameters())
 
 
+@pytest.mark.detail("TRPO-FVP")
 def test_the_fisher_matrix_of_every_kth_step_and_the_rest_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
     args = make_args(fvp_subsample=4)
     agent, obs, *data = batch(False, args)
@@ -567,6 +600,49 @@ def test_a_policy_that_stays_says_why(tmp_path: Path, monkeypatch: pytest.Monkey
     assert [value for _, value in scalars(folder)["trpo/failures"]] == [1, 2]
     (_, _, first, _), (_, _, second, _) = updates
     assert all(torch.equal(first[name], second[name]) == (not name.startswith("critic.")) for name in first)
+
+
+SHARES = """
+import sys, torch
+sys.path.insert(0, {root!r})
+import trpo
+import torch.distributed as dist
+if trpo.WORLD > 1:
+    dist.init_process_group("gloo")
+torch.set_num_threads(1)
+torch.manual_seed(0)
+agent = trpo.Agent(3, 2, False)
+obs, actions = torch.randn(32, 4, 3), torch.randn(32, 4, 2)
+advantages = 5 * actions[..., 0] * obs[..., 0] + 2 + torch.randn(32, 4)
+share = lambda x: x.chunk(trpo.WORLD, 1)[trpo.RANK]
+metrics = trpo.update_policy(trpo.Args(), agent, share(obs), share(actions), trpo.normalize_advantages(share(advantages)))
+agent.values(share(obs)).square().mean().backward()
+trpo.average_gradients(agent)
+if trpo.RANK == 0:
+    flat = lambda parts: torch.cat([x.detach().reshape(-1) for x in parts])
+    gradients = flat(p.grad for p in agent.critic.parameters())
+    torch.save([flat(agent.parameters()), gradients, float(metrics["losses/kl"])], sys.argv[1])
+if trpo.WORLD > 1:
+    dist.barrier()
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.detail("S2")
+def test_two_processes_step_as_one_does_on_all_their_samples(tmp_path: Path) -> None:
+    """Natural step, accepted length and value gradient: halves of the batch in two processes against all of it in one."""
+    (tmp_path / "worker.py").write_text(SHARES.format(root=str(ROOT)))
+    results = []
+    for ranks in (1, 2):
+        launcher = "-m torch.distributed.run --standalone --nproc-per-node 2".split() if ranks == 2 else []
+        launch = [sys.executable, *launcher, str(tmp_path / "worker.py"), str(tmp_path / f"{ranks}.pt")]
+        result = subprocess.run(launch, env=environment(), capture_output=True, text=True, timeout=400)
+        assert result.returncode == 0, result.stderr
+        results.append(torch.load(tmp_path / f"{ranks}.pt"))
+    (weights_1, gradient_1, kl_1), (weights_2, gradient_2, kl_2) = results
+    torch.testing.assert_close(weights_2, weights_1, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(gradient_2, gradient_1, atol=1e-5, rtol=1e-4)
+    assert 0.001 < kl_1 <= 0.01 and kl_2 == pytest.approx(kl_1, rel=1e-2)
 
 
 def test_two_processes_take_the_same_step(tmp_path: Path) -> None:
