@@ -357,6 +357,9 @@ def start(args: Args) -> torch.device:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if WORLD > 1 and not dist.is_initialized():
+        # Imported later, by Adam, its default arguments would keep the group and its threads alive into the exit.
+        from torch.distributed.nn import functional  # noqa: F401
+
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     return device
 

@@ -62,6 +62,19 @@ dist.barrier()
 dist.destroy_process_group()
 """
 
+THREADS = """
+import atexit, pathlib, runpy, sys, time
+sys.argv = sys.argv[1:]
+
+def show():
+    time.sleep(1)  # a thread that has been joined may be listed for another moment
+    names = [path.read_text() for path in pathlib.Path("/proc/self/task").glob("*/comm")]
+    print("left at exit:", [name for name in names if "gloo" in name])
+
+atexit.register(show)
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
 
 def torchrun(cwd: Path, ranks: int, *command: Any, timeout: float = 400) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
@@ -126,6 +139,17 @@ def test_torchrun_trains_logs_once_and_resumes(name: str, tmp_path: Path) -> Non
     assert again.returncode == 0, again.stderr
     assert [step for step, _ in scalars(folder)["losses/value_loss"]] == [128, 256, 384, 512, 640, 768]
     assert json.loads((folder / "args.json").read_text())["total_timesteps"] == 768
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="lists threads as Linux does")
+@pytest.mark.parametrize("script", ["ppo_continuous", "trpo"])
+def test_no_thread_of_the_process_group_outlives_it(script: str, tmp_path: Path) -> None:
+    """One that drops a tensor while Python exits would abort the process, once in a while."""
+    worker = tmp_path / "worker.py"
+    worker.write_text(THREADS)
+    result = torchrun(tmp_path, 2, worker, ROOT / f"{script}.py", *SMALL[script])
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("left at exit: []") == 2, result.stdout
 
 
 def test_environments_that_do_not_divide_are_refused(name: str, tmp_path: Path) -> None:
