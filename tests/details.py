@@ -55,6 +55,7 @@ PPO = {
     "S4": "Invalid actions masked",
 }
 TRPO = {
+    "TRPO-surrogate": "Objective E[π/π_old·Â] + c·entropy over the whole batch",
     "TRPO-FVP": "Fisher-vector products JᵀMJv, damped, linearised once per update",
     "TRPO-CG": "Conjugate gradient from zero, ended by its relative tolerance or by curvature that is not positive",
     "TRPO-step": "Step √(2δ / xᵀFx)·x",
@@ -109,6 +110,7 @@ NOT_DONE: dict[str, str] = {  # number -> why no script has it
     "S4": NO_SCRIPT,
 }
 ELEMENTS = {  # what has a name instead of a number: script and functions
+    "TRPO-surrogate": ("trpo", "surrogate", "update_policy"),
     "TRPO-FVP": ("trpo", "fisher_vector_product", "update_policy"),
     "TRPO-CG": ("trpo", "conjugate_gradient"),
     "TRPO-step": ("trpo", "natural_step"),

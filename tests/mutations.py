@@ -6,7 +6,7 @@ mutants of a detail are spread over them. Those with a `sample` belong to the pl
 
 from dataclasses import dataclass
 
-ATARI, CONTINUOUS, PENALTY, TRPO = "ppo_atari", "ppo_continuous", "ppo_penalty", "trpo"
+ATARI, CONTINUOUS, PENALTY, TRPO, RLHF = "ppo_atari", "ppo_continuous", "ppo_penalty", "trpo", "rlhf_ppo_gpt2"
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ MUTANTS = [
     M("2", f"{ATARI} {CONTINUOUS} {TRPO}", "the value's head has gain √2", "gain=1.0)", "gain=2**0.5)"),
     # 3 Adam's epsilon
     M("3", ALL, "torch's own epsilon of 1e-8", ", eps=1e-5", ""),
-    M("3", f"{ATARI} {TRPO}", "the epsilon is lost after the optimiser is made", "optimizer.zero_grad()", 'optimizer.param_groups[0]["eps"] = 1e-8; optimizer.zero_grad()', sample=TRPO),
+    M("3", f"{ATARI} {TRPO}", "the epsilon is lost after the optimiser is made", "optimizer.zero_grad(", 'optimizer.param_groups[0]["eps"] = 1e-8; optimizer.zero_grad(', sample=TRPO),
     M("3", PENALTY, "an epsilon of 1e-4", "eps=1e-5", "eps=1e-4"),
     # 4 annealing
     M("4", f"{ATARI} {PENALTY}", "the rate is one iteration ahead", "args.anneal_lr * iteration /", "args.anneal_lr * (iteration + 1) /"),
@@ -49,7 +49,7 @@ MUTANTS = [
     M("4", f"{PENALTY}", "it falls whatever --anneal-lr says", "args.anneal_lr * iteration /", "iteration /"),
     M("4", f"{ATARI}", "the rate stays", "args.anneal_lr * iteration /", "0 * iteration /"),
     # 5 GAE
-    M("5", ALL, "death bootstraps", "gamma * next_values * (1 - terminations)", "gamma * next_values"),
+    M("5", f"{ALL} {RLHF}", "death bootstraps", "gamma * next_values * (1 - terminations)", "gamma * next_values"),
     M("5", ALL, "the sum runs over time limits", "gae_lambda * (1 - dones)", "gae_lambda * (1 - terminations)", sample=CONTINUOUS),
     M("5", f"{ATARI} {PENALTY}", "λ is forgotten", "decays = gamma * gae_lambda *", "decays = gamma *"),
     M("5", f"{CONTINUOUS} {TRPO}", "the target lacks the value", "return advantages, advantages + values", "return advantages, advantages"),
@@ -58,8 +58,9 @@ MUTANTS = [
     M("5", ATARI, "nothing is bootstrapped at the segment's end", "last_value[None]]", "0 * last_value[None]]"),
     M("5", CONTROL, "an episode's end bootstraps from the next episode", "torch.from_numpy(envs.final_obs)", "torch.from_numpy(envs.obs)"),
     M("5", CONTROL, "time limits count as death whatever the flag says", "ends = terminations if args.bootstrap_truncated else dones", "ends = dones"),
+    M("5", ATARI, "a cut game's last frames are the next game's first", "if chosen:", "if True:"),
     # 6 minibatches
-    M("6", f"{ATARI} {TRPO}", "the order is that of time", "torch.randperm(size, device=device)", "torch.arange(size, device=device)"),
+    M("6", f"{ATARI} {TRPO} {RLHF}", "the order is that of time", "torch.randperm(size, device=device)", "torch.arange(size, device=device)"),
     M("6", f"{CONTINUOUS} {TRPO}", "samples are drawn with replacement", "torch.randperm(size, device=device)", "torch.randint(size, (size,), device=device)"),
     M("6", f"{ATARI} {PENALTY}", "one order serves all epochs", "for _ in range(epochs):\n        yield from torch.randperm(size, device=device)", "order = torch.randperm(size, device=device)\n    for _ in range(epochs):\n        yield from order"),
     # 7 advantage normalisation
@@ -69,25 +70,25 @@ MUTANTS = [
     M("7", f"{PENALTY}", "equal advantages become NaN", ".sqrt() + 1e-8)", ".sqrt())"),
     M("7", TRPO, "--norm-adv does nothing", "normalize_advantages(advantages) if args.norm_adv else advantages", "advantages"),
     # 8 clipped surrogate
-    M("8", CLIP, "max instead of min", "-torch.min(", "-torch.max("),
+    M("8", f"{CLIP} {RLHF}", "max instead of min", "-torch.min(", "-torch.max("),
     M("8", CLIP, "the min is forgotten", "torch.min(ratio * advantages, ratio.clamp(1 - clip_coef, 1 + clip_coef) * advantages)", "(ratio.clamp(1 - clip_coef, 1 + clip_coef) * advantages)"),
     M("8", CLIP, "nothing is clipped", "ratio.clamp(1 - clip_coef, 1 + clip_coef)", "ratio"),
     M("8", ATARI, "the sign is that of a reward", "return -torch.min(", "return torch.min("),
     M("8", CONTINUOUS, "clipped on one side", "ratio.clamp(1 - clip_coef, 1 + clip_coef)", "ratio.clamp(max=1 + clip_coef)"),
     # 9 value loss
     M("9", f"{ATARI} {PENALTY}", "the better of the two errors", "torch.max(errors", "torch.min(errors"),
-    M("9", f"{CONTINUOUS} {TRPO}", "not halved", "return 0.5 * errors.mean()", "return errors.mean()"),
+    M("9", f"{CONTINUOUS} {TRPO} {RLHF}", "not halved", "return 0.5 * errors.mean()", "return errors.mean()"),
     M("9", f"{ATARI} {CONTINUOUS}", "values are clipped around 0", "clipped = old_values + (new_values", "clipped = (new_values"),
     M("9", CLIP, "--clip-vloss does nothing", "args.clip_coef if args.clip_vloss else None", "None"),
     # 10 one loss
     M("10", PPO, "entropy is punished", "- args.ent_coef * entropy", "+ args.ent_coef * entropy", sample=PENALTY),
     M("10", f"{ATARI} {PENALTY}", "the value's weight is forgotten", "args.vf_coef * v_loss", "v_loss"),
-    M("10", CONTINUOUS, "the policy has no optimiser", "Adam(agent.parameters()", "Adam(agent.critic.parameters()"),
+    M("10", CONTINUOUS, "the value is not in the loss", "loss = policy_loss + args.vf_coef * v_loss", "loss = policy_loss"),
     M("10", GAUSSIAN, "entropy is the mean over components", "np.log(2 * np.pi * np.e)).sum()", "np.log(2 * np.pi * np.e)).mean()"),
     # 11 gradient clipping
-    M("11", f"{ATARI} {PENALTY}", "gradients are not clipped", "nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)", "pass"),
+    M("11", f"{ATARI} {PENALTY}", "gradients are not clipped", "args.max_grad_norm)  # [11]", "1e9)  # [11]"),
     M("11", f"{CONTINUOUS} {ATARI}", "each component is clipped", "nn.utils.clip_grad_norm_(", "nn.utils.clip_grad_value_("),
-    M("11", f"{CONTINUOUS} {PENALTY}", "each tensor is clipped by its own norm", "nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)", "[nn.utils.clip_grad_norm_(p, args.max_grad_norm) for p in agent.parameters()]"),
+    M("11", f"{CONTINUOUS} {PENALTY}", "each tensor is clipped by its own norm", "nn.utils.clip_grad_norm_(weights, args.max_grad_norm)", "[nn.utils.clip_grad_norm_(p, args.max_grad_norm) for p in agent.parameters()]"),
     # 12 debug variables
     M("12", f"{ATARI} {PENALTY}", "the first estimate of KL has the wrong sign", "kls = -logratio.mean(),", "kls = logratio.mean(),"),
     M("12", f"{CONTINUOUS} {PENALTY}", "the second estimate of KL is half the square", "(logratio.exp() - 1 - logratio).mean()\n", "0.5 * logratio.square().mean()\n"),
@@ -95,6 +96,8 @@ MUTANTS = [
     M("12", PPO, "two losses are exchanged", "torch.stack([v_loss, policy_loss,", "torch.stack([policy_loss, v_loss,"),
     M("12", TRPO, "the estimates of KL have the wrong sign", "-logratio.mean(), (logratio.exp() - 1 - logratio).mean()", "logratio.mean(), (logratio.exp() - 1 - logratio).mean()"),
     M("12", TRPO, "the loss is logged with the sign of the objective", "zip(STATS, (-stats[0],", "zip(STATS, (stats[0],"),
+    M("12", PPO, "what is logged is the last minibatch's", "torch.stack(history).mean(0)", "history[-1]"),
+    M("12", ALL, "the variance explained is the one left over", "= 1 - (returns - values).var() / returns.var()", "= (returns - values).var() / returns.var()"),
     # 13 shared or separate networks
     M("13", ATARI, "the value does not train the shared network", "self.critic(hidden)", "self.critic(hidden.detach())"),
     M("13", ATARI, "the policy does not train the shared network", "self.actor(hidden)", "self.actor(hidden.detach())"),
@@ -130,6 +133,7 @@ MUTANTS = [
     M("24", f"{CONTINUOUS} {TRPO}", "the noise starts smaller", "nn.Parameter(torch.zeros(action_dim))", "nn.Parameter(torch.full((action_dim,), -0.5))"),
     M("24", f"{PENALTY} {TRPO}", "the noise is not learned", "nn.Parameter(torch.zeros(action_dim))", "nn.Parameter(torch.zeros(action_dim), requires_grad=False)"),
     M("24", GAUSSIAN, "actions are drawn with std 1 whatever has been learned", "noise = agent.actor_logstd.detach().exp() *", "noise = 1.0 *", sample=CONTINUOUS),
+    M("24", TRPO, "the step leaves the noise alone", 'if not name.startswith("critic.")', 'if name.startswith("actor.")'),
     M("24", TRPO, "actions are drawn with std 1 whatever has been learned", "return pi[0] + pi[1].exp() * noise", "return pi[0] + noise"),
     M("25", f"{CONTINUOUS} {PENALTY} {TRPO}", "the mean over components", "- 0.5 * np.log(2 * np.pi)).sum(-1)", "- 0.5 * np.log(2 * np.pi)).mean(-1)"),
     M("25", f"{PENALTY}", "the first component alone", "- 0.5 * np.log(2 * np.pi)).sum(-1)", "- 0.5 * np.log(2 * np.pi))[..., 0]"),
@@ -163,6 +167,9 @@ MUTANTS = [
     M("S3", PPO, "the other estimate of KL decides", "global_mean(history[-1][4])", "global_mean(history[-1][3])"),
     M("S3", f"{CONTINUOUS}", "the mean over the iteration decides", "global_mean(history[-1][4])", "global_mean(torch.stack(history).mean(0)[4])"),
     # TRPO
+    M("TRPO-surrogate", TRPO, "log ratios instead of ratios", "((log_prob(actions, pi) - logprobs).exp() * advantages)", "((log_prob(actions, pi) - logprobs) * advantages)"),
+    M("TRPO-surrogate", TRPO, "entropy is punished", "+ ent_coef * entropy(pi)", "- ent_coef * entropy(pi)"),
+    M("TRPO-surrogate", TRPO, "the way down", "torch.func.grad(lambda theta: surrogate(", "torch.func.grad(lambda theta: -surrogate("),
     M("TRPO-FVP", TRPO, "M is the identity", "transposed(*fisher(*forward(v)))", "transposed(*forward(v))"),
     M("TRPO-FVP", TRPO, "damping is forgotten", " + damping * v", " + 0 * v"),
     M("TRPO-FVP", TRPO, "the sum over states", "kl_divergence(old, new).mean()), old)", "kl_divergence(old, new).sum()), old)"),

@@ -87,6 +87,41 @@ def test_a_segment_of_frames_goes_on_where_the_last_one_ended(atari: ModuleType,
         assert sorted(row.numpy().tobytes() for row in batch.contiguous()) == rows
 
 
+@pytest.mark.detail("5")
+def test_a_segment_bootstraps_from_the_frames_after_it(atari: ModuleType, small_args: Any, monkeypatch) -> None:
+    """V of every successor, the last step's included, by the agent on the frames that the step led to."""
+    agents: list[Any] = []
+    inputs: list[Any] = []
+    led_to: list[np.ndarray] = []
+    step, gae, make = atari.AtariGames.step, atari.compute_gae, atari.Agent
+
+    def watched(self: Any, actions: np.ndarray) -> Any:
+        result = step(self, actions)
+        led_to.append(self.final_obs.copy())
+        return result
+
+    def asked(*args: Any) -> Any:
+        inputs.append([x.clone() for x in args[:5]])
+        return gae(*args)
+
+    def made(*args: Any) -> Any:
+        agents.append(make(*args))
+        agents[-1].critic.bias.data += 1  # values that nobody takes for 0
+        return agents[-1]
+
+    monkeypatch.setattr(atari.AtariGames, "step", watched)
+    monkeypatch.setattr(atari, "compute_gae", asked)
+    monkeypatch.setattr(atari, "Agent", made)
+    args = small_args(atari, num_steps=8, total_timesteps=16, max_episode_frames=20, learning_rate=0.0)
+    atari.train(args)
+    ((_, _, next_values, ends, dones),) = inputs
+    assert dones[4].all() and dones.sum() == 2 and not ends.any()
+    with torch.no_grad():
+        true = torch.stack([agents[0](torch.from_numpy(frames))[1] for frames in led_to])
+    assert true.abs().min() > 0.1
+    torch.testing.assert_close(next_values, true, atol=1e-4, rtol=1e-4)
+
+
 SAME_GAME = ["Breakout", "breakout", "BreakoutNoFrameskip-v4", "ALE/Breakout-v5", "BreakoutDeterministic-v4"]
 
 
@@ -131,6 +166,7 @@ def test_lives_end_episodes_but_not_the_game_and_fire_follows_each(atari: Module
     lives += [step[4] for step in steps]
     changes = [b for a, b in zip(lives, lives[1:], strict=False) if a != b]
     assert lives[0] == 5 and changes[:11] == [4, 3, 2, 1, 0, 5, 4, 3, 2, 1, 0]
+    assert len(steps) == len(results) + sum(b < a for a, b in zip(lives, lives[1:], strict=False))
     # the recorder sees the agent's steps and the extra ones; an extra one comes after each lost life and each game
     own, extra, i = [], [], 0
     for rows, _ in results:

@@ -1,18 +1,21 @@
-"""Environments, rollout and first step of the three scripts for control, TRPO among them, against books kept by hand."""
+"""Environments and rollouts of the three scripts for control, TRPO among them, against books kept by hand; at the end
+what all scripts do in training."""
 
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from conftest import GAUSSIAN, MODULES, SCRIPTS
+from conftest import GAUSSIAN, MODULES, PPO, scalars
 
-CONTROL = [*GAUSSIAN, "trpo"]
+VECTORS = [*GAUSSIAN, "trpo"]  # observations and actions are vectors
+PLAYING = [*PPO, "trpo"]
 
 
-@pytest.fixture(params=CONTROL)
+@pytest.fixture(params=VECTORS)
 def control(request: pytest.FixtureRequest) -> ModuleType:
     return MODULES[request.param]
 
@@ -241,7 +244,7 @@ def test_targets_bootstrap_from_the_true_last_observation_in_training(control, s
 
 
 @pytest.mark.detail("3")
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", PLAYING)
 def test_the_first_step_of_adam_by_hand(name: str, small_args, monkeypatch) -> None:
     """After one gradient g both moments are g and g²: the step is lr·g / (|g| + 1e-5), whatever else is the same."""
     module = MODULES[name]
@@ -266,3 +269,72 @@ def test_the_first_step_of_adam_by_hand(name: str, small_args, monkeypatch) -> N
     assert small.sum() > 20
     gradient, change = gradient[small].double(), change[small].double()
     torch.testing.assert_close(change, -0.1 * gradient / (gradient.abs() + 1e-5), atol=1e-5, rtol=1e-3)
+
+
+@pytest.mark.detail("12")
+@pytest.mark.parametrize("name", PLAYING)
+def test_logged_metrics_by_numpy(name: str, small_args, monkeypatch) -> None:
+    """Explained variance of the values before the epochs; in PPO every loss as the mean over all minibatches."""
+    module = MODULES[name]
+    gae, loss = module.compute_gae, getattr(module, "ppo_loss", None)
+    inputs: list[tuple[np.ndarray, np.ndarray]] = []
+    minibatches: list[list[float]] = []
+
+    def asked(*args: Any) -> Any:
+        result = gae(*args)
+        inputs.append((args[1].numpy().copy(), result[1].numpy().copy()))
+        return result
+
+    def lost(*args: Any) -> Any:
+        result = loss(*args)  # type: ignore[misc]
+        minibatches.append(result[1].tolist())
+        return result
+
+    monkeypatch.setattr(module, "compute_gae", asked)
+    args = small_args(module, total_timesteps=128, learning_rate=0.01)
+    if loss:
+        monkeypatch.setattr(module, "ppo_loss", lost)
+    module.train(args)
+    (folder,) = Path(args.run_dir).iterdir()
+    logged = {tag: events[0][1] for tag, events in scalars(folder).items()}
+    ((values, returns),) = inputs
+    explained = 1 - np.var(returns - values) / np.var(returns)
+    assert logged["losses/explained_variance"] == pytest.approx(explained, rel=1e-3, abs=1e-3)
+    assert abs(explained - 0.5) > 0.05  # otherwise what is explained could be what is left
+    if loss:
+        assert len(minibatches) >= 4
+        means = np.mean(minibatches, 0)
+        assert [logged[tag] for tag in module.STATS] == pytest.approx(means.tolist(), rel=1e-3, abs=1e-5)
+        assert np.abs(np.array(minibatches[-1]) - means).max() > 1e-3
+
+
+@pytest.mark.detail("S3")
+@pytest.mark.parametrize(
+    "first, second, steps",
+    [
+        ([0.0] * 4, [0.0145] * 4, 4),  # within 1.5 times the target
+        ([9.0] * 4, [0.0145] * 4, 4),  # the first estimate does not matter
+        ([0.0] * 4, [0.001, 0.001, 0.0155, 0.0], 2),  # nor does the mean so far: this minibatch's own decides
+        ([0.0] * 4, [0.0155] * 4, 0),
+    ],
+)
+def test_what_is_told_to_the_early_stop(ppo, small_args, monkeypatch, first: Any, second: Any, steps: int) -> None:
+    """A target of 0.01 and four minibatches whose estimates of KL are put into the loop's hands."""
+    original, taken = ppo.ppo_loss, list[Any]()
+    told = iter([*zip(first, second, strict=True)] + [(0.0, 0.0)] * 99)
+    keys = [ppo.STATS.index(f"losses/{key}") for key in ("old_approx_kl", "approx_kl")]
+
+    def tell(*args: Any) -> Any:
+        loss, stats = original(*args)
+        stats[keys] = torch.tensor(next(told))
+        return loss, stats
+
+    def count(self: Any, *rest: Any) -> Any:
+        taken.append(self)
+        return step(self, *rest)
+
+    step = torch.optim.Adam.step
+    monkeypatch.setattr(torch.optim.Adam, "step", count)
+    monkeypatch.setattr(ppo, "ppo_loss", tell)
+    ppo.train(small_args(ppo, total_timesteps=128, target_kl=0.01, update_epochs=1, num_minibatches=4))
+    assert len(taken) == steps

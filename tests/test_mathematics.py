@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import GAUSSIAN, MODULES, SCRIPTS
+from conftest import GAUSSIAN, MODULES, PPO, SCRIPTS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -244,6 +244,7 @@ def test_the_scripts_agree_on_what_gae_takes(name: str) -> None:
     assert list(inspect.signature(MODULES[name].compute_gae).parameters) == expected
 
 
+@pytest.mark.parametrize("name", [*PPO, "trpo"])
 def test_health_names_the_metric_and_a_remedy(name: str) -> None:
     health = MODULES[name].health
     fine = {

@@ -10,14 +10,19 @@ from conftest import GAUSSIAN, MODULES, PPO, SCRIPTS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-CONTROL = [*GAUSSIAN, "trpo"]
+VECTORS = [*GAUSSIAN, "trpo"]  # observations and actions are vectors
+PLAYING = [*PPO, "trpo"]
 CLIP = ["ppo_atari", "ppo_continuous"]
 few = settings(max_examples=8, deadline=None, derandomize=True)
 seeds = st.integers(0, 10**6)
-scripts = pytest.mark.parametrize("name", SCRIPTS)
-control = pytest.mark.parametrize("name", CONTROL)
-clip_scripts = pytest.mark.parametrize("name", CLIP)
+playing = pytest.mark.parametrize("name", PLAYING)
+vectors = pytest.mark.parametrize("name", VECTORS)
 tensor = torch.tensor
+
+
+def having(function: str) -> pytest.MarkDecorator:
+    """Every script with a function of this name."""
+    return pytest.mark.parametrize("name", [name for name in SCRIPTS if hasattr(MODULES[name], function)])
 
 
 def draw(seed: int, *shape: int) -> torch.Tensor:
@@ -56,7 +61,7 @@ def mixed_returns(data: dict[str, torch.Tensor], gamma: float, lam: float) -> to
 
 
 @pytest.mark.detail("5")
-@scripts
+@having("compute_gae")
 @few
 @given(seeds, st.floats(0.1, 1), st.floats(0, 1))
 def test_gae_is_the_weighted_mean_of_n_step_advantages(name: str, seed: int, gamma: float, lam: float) -> None:
@@ -67,7 +72,7 @@ def test_gae_is_the_weighted_mean_of_n_step_advantages(name: str, seed: int, gam
 
 
 @pytest.mark.detail("5")
-@scripts
+@having("compute_gae")
 @few
 @given(seeds, st.floats(0, 1), st.floats(-5, 5))
 def test_gae_in_its_limits(name: str, seed: int, lam: float, shift: float) -> None:
@@ -89,7 +94,7 @@ def test_gae_in_its_limits(name: str, seed: int, lam: float, shift: float) -> No
 
 
 @pytest.mark.detail("5")
-@scripts
+@having("compute_gae")
 @few
 @given(seeds)
 def test_gae_keeps_environments_and_episodes_apart(name: str, seed: int) -> None:
@@ -105,7 +110,7 @@ def test_gae_keeps_environments_and_episodes_apart(name: str, seed: int) -> None
 
 
 @pytest.mark.detail("7")
-@scripts
+@having("normalize_advantages")
 @few
 @given(seeds, st.floats(0.1, 100), st.floats(-50, 50))
 def test_normalised_advantages_are_standard_scores(name: str, seed: int, scale: float, shift: float) -> None:
@@ -119,7 +124,7 @@ def test_normalised_advantages_are_standard_scores(name: str, seed: int, scale: 
 
 
 @pytest.mark.detail("6")
-@scripts
+@having("minibatches")
 @few
 @given(seeds, st.integers(1, 6), st.integers(1, 8))
 def test_minibatches_partition_the_samples(name: str, seed: int, count: int, length: int) -> None:
@@ -138,7 +143,7 @@ def test_minibatches_partition_the_samples(name: str, seed: int, count: int, len
 
 
 @pytest.mark.detail("8")
-@clip_scripts
+@having("clipped_surrogate_loss")
 @few
 @given(seeds, st.floats(0.05, 0.5), st.floats(0.1, 10))
 def test_the_clipped_surrogate_is_flat_where_it_should_be(name: str, seed: int, clip: float, scale: float) -> None:
@@ -156,7 +161,7 @@ def test_the_clipped_surrogate_is_flat_where_it_should_be(name: str, seed: int, 
 
 
 @pytest.mark.detail("9")
-@scripts
+@having("value_loss")
 @few
 @given(seeds, st.floats(0.1, 1), st.floats(-10, 10), st.floats(0.5, 4))
 def test_the_value_loss_by_scale_shift_and_limits(
@@ -181,7 +186,7 @@ def test_the_value_loss_by_scale_shift_and_limits(
 
 @pytest.mark.detail("23")
 @pytest.mark.detail("25")
-@control
+@vectors
 @few
 @given(seeds, st.floats(0.2, 5), st.floats(-3, 3))
 def test_the_gaussian_density_moves_and_stretches(name: str, seed: int, scale: float, shift: float) -> None:
@@ -263,7 +268,7 @@ def test_beta_brings_a_policy_that_answers_to_it_to_the_target(stiffness: float,
 
 
 @pytest.mark.detail("28")
-@control
+@vectors
 @few
 @given(seeds, st.floats(-100, 100), st.floats(0.1, 10))
 def test_the_normaliser_does_not_care_how_rows_come(name: str, seed: int, shift: float, scale: float) -> None:
@@ -286,7 +291,7 @@ def test_the_normaliser_does_not_care_how_rows_come(name: str, seed: int, shift:
 
 
 @pytest.mark.detail("2")
-@scripts
+@having("layer_init")
 def test_layers_keep_lengths_up_to_their_gain(name: str) -> None:
     """An orthogonal layer turns and scales: √2 where nothing is said, otherwise the gain; it adds nothing."""
     torch.manual_seed(0)
@@ -299,7 +304,7 @@ def test_layers_keep_lengths_up_to_their_gain(name: str) -> None:
 
 
 @pytest.mark.detail("2")
-@scripts
+@playing
 def test_heads_and_hidden_layers_have_their_gains(name: str) -> None:
     """Largest singular value of each layer; hidden ones √2, the policy's last 0.01, the value's last 1."""
     module = MODULES[name]

@@ -138,6 +138,7 @@ def test_the_product_of_all_processes_is_the_mean_of_theirs() -> None:
     torch.testing.assert_close(whole, (shares[0] + shares[1]) / 2)
 
 
+@pytest.mark.detail("24")
 def test_the_log_std_is_inside_the_fisher_matrix_with_curvature_2() -> None:
     agent = trpo.Agent(3, 2, False)
     named = trpo.policy_parameters(agent)
@@ -379,6 +380,7 @@ def make_args(**changes: Any) -> Any:
 
 
 @pytest.mark.detail("TRPO-search")
+@pytest.mark.detail("TRPO-surrogate")
 @pytest.mark.detail("12")
 @KINDS
 @pytest.mark.parametrize("subsample", [1, 4])
@@ -467,6 +469,25 @@ def test_more_cg_iterations_leave_a_smaller_residual() -> None:
     assert residuals[0] > 2 * residuals[1] > 4 * residuals[2] > 0
 
 
+@pytest.mark.detail("TRPO-surrogate")
+def test_the_surrogate_by_hand() -> None:
+    """Three actions whose probabilities went from 1/4 to 1/2, 1/4 to 1/8 and 1/2 to 3/8: ratios 2, 1/2 and 3/4."""
+    old, new = torch.tensor([0.25, 0.25, 0.5]), torch.tensor([[0.5, 0.125, 0.375]])
+    pi = (new.log().expand(3, 3) + 5,)  # logits know probabilities up to a constant
+    advantages = torch.tensor([3.0, -4.0, 8.0])
+    plain = trpo.surrogate(pi, torch.eye(3), old.log(), advantages, 0.0)
+    assert float(plain) == pytest.approx((6 - 2 + 6) / 3, rel=1e-5)
+    entropy = -sum(p * math.log(p) for p in (0.5, 0.125, 0.375))
+    weighted = trpo.surrogate(pi, torch.eye(3), old.log(), advantages, 0.5)
+    assert float(weighted - plain) == pytest.approx(0.5 * entropy, rel=1e-5)
+    wide = (torch.zeros(2, 1), torch.tensor([math.log(2.0)]))  # half the density in the middle of one twice as wide
+    middle = trpo.surrogate(
+        wide, torch.zeros(2, 1), torch.full((2,), -0.5 * math.log(2 * math.pi)), advantages[:2], 0.0
+    )
+    assert float(middle) == pytest.approx(0.5 * (3 - 4) / 2, rel=1e-5)
+
+
+@pytest.mark.detail("TRPO-surrogate")
 def test_the_entropy_weight_is_part_of_the_surrogate() -> None:
     stds = []
     for weight in (0.0, 1.0):
