@@ -17,7 +17,8 @@ TESTS = Path(__file__).parent
 ROOT = TESTS.parent
 PPO = ["ppo_atari", "ppo_continuous", "ppo_penalty"]
 GAUSSIAN = ["ppo_continuous", "ppo_penalty"]
-SCRIPTS = [name for name in [*PPO, "trpo"] if (ROOT / f"{name}.py").exists()]
+CONTROL = [*PPO, "trpo"]  # what plays in environments
+SCRIPTS = [*CONTROL, "rlhf_ppo_gpt2"]
 sys.path.insert(0, str(TESTS))  # counting_envs:Trunc-v0
 
 SMALL: dict[str, list[str]] = {  # flags of a run of a few seconds: 4 iterations of 128 steps
@@ -29,6 +30,8 @@ SMALL: dict[str, list[str]] = {  # flags of a run of a few seconds: 4 iterations
     ),
     "trpo": "--env-id counting_envs:Trunc-v0 --num-envs 2 --num-steps 64 --num-minibatches 4"
     " --total-timesteps 512".split(),
+    "rlhf_ppo_gpt2": "--sft-size 64 --num-pairs 40 --fit-batch-size 32 --min-accuracy 0 --response-length 5"
+    " --num-minibatches 2 --update-epochs 1 --total-episodes 512 --eval-episodes 8".split(),
 }
 
 

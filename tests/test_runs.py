@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import GAUSSIAN, MODULES, ROOT, SMALL, command, environment, run, run_small, scalars
+from conftest import CONTROL, GAUSSIAN, MODULES, ROOT, SMALL, command, environment, run, run_small, scalars
 
-TIMING = {"charts/SPS"}
+TIMING = {"charts/SPS", "charts/rollout_tokens_per_second", "charts/update_tokens_per_second"}
+BUDGET = {name: "--total-timesteps" for name in CONTROL} | {"rlhf_ppo_gpt2": "--total-episodes"}
 
 
 def checkpoint(folder: Path) -> dict[str, Any]:
@@ -55,7 +56,7 @@ def interrupted(name: str, cwd: Path, sign: signal.Signals, *flags: Any) -> tupl
     """Start a run, send it a signal once its first checkpoint lies there; returns folder, status and what it printed."""
     total = TOTAL.get(name, 6400)
     process = subprocess.Popen(
-        command(name, *SMALL[name], "--checkpoint-every", 3, "--total-timesteps", total, *flags),
+        command(name, *SMALL[name], "--checkpoint-every", 3, BUDGET[name], total, *flags),
         cwd=cwd,
         env=environment(),
         stdout=subprocess.PIPE,
@@ -79,7 +80,7 @@ def test_a_run_killed_and_resumed_equals_one_left_alone(name: str, tmp_path: Pat
     resumed = run(name, "--resume", folder, cwd=tmp_path)
     assert resumed.returncode == 0, resumed.stderr
     assert checkpoint(folder)["iteration"] == total // 128 and list((tmp_path / "runs").iterdir()) == [folder]
-    alone = run_small(name, "--checkpoint-every", 3, "--total-timesteps", total, cwd=tmp_path)
+    alone = run_small(name, "--checkpoint-every", 3, BUDGET[name], total, cwd=tmp_path)
     assert_same_run(folder, alone)
     again = run(name, "--resume", folder, cwd=tmp_path)
     assert again.returncode == 0 and "this run is finished" in again.stdout
@@ -105,15 +106,8 @@ def test_the_same_seed_gives_the_same_weights_and_another_seed_others(name: str,
 
 
 BAD = [
-    (["--num-envs", "0"], "--num-envs"),
-    (["--num-envs", "-2"], "--num-envs"),
-    (["--num-steps", "0"], "--num-steps"),
     (["--num-minibatches", "0"], "--num-minibatches"),
     (["--num-minibatches", "100"], "--num-minibatches"),
-    (["--num-envs", "3", "--num-steps", "7", "--num-minibatches", "4"], "--num-minibatches"),
-    (["--total-timesteps", "100"], "--total-timesteps"),
-    (["--total-timesteps", "0"], "--total-timesteps"),
-    (["--total-timesteps", "nan"], "--total-timesteps"),
     (["--learning-rate", "-1"], "--learning-rate"),
     (["--learning-rate", "inf"], "--learning-rate"),
     (["--gamma", "1.5"], "--gamma"),
@@ -125,17 +119,40 @@ BAD = [
     (["--device", "mps"], "--device"),
     (["--device", "meta"], "--device"),
     (["--device", "cuda", "--no-cuda"], "--device"),
-    (["--env-id", "NoSuchThing-v0"], "--env-id"),
     (["--resume", "no/such/run"], "no/such/run"),
     (["--evaluate", "."], "no run folder"),
     (["--run-dir", "/dev/null/runs"], "--run-dir"),
+]
+CONTROL_BAD = [
+    (["--num-envs", "0"], "--num-envs"),
+    (["--num-envs", "-2"], "--num-envs"),
+    (["--num-steps", "0"], "--num-steps"),
+    (["--num-envs", "3", "--num-steps", "7", "--num-minibatches", "4"], "--num-minibatches"),
+    (["--env-id", "NoSuchThing-v0"], "--env-id"),
 ]
 PPO_BAD = [
     (["--update-epochs", "0"], "--update-epochs"),
     (["--max-grad-norm", "0"], "--max-grad-norm"),
     (["--target-kl", "0"], "--target-kl"),
     (["--target-kl", "-0.1"], "--target-kl"),
-    (["--ent-coef", "-1"], "--ent-coef"),
+    (["--vf-coef", "-1"], "--vf-coef"),
+]
+RLHF_BAD = [
+    (["--batch-size", "0"], "--batch-size"),
+    (["--response-length", "0"], "--response-length"),
+    (["--temperature", "0"], "--temperature"),
+    (["--temperature", "-1"], "--temperature"),
+    (["--beta", "-1"], "--beta"),
+    (["--kl-target", "0"], "--kl-target"),
+    (["--micro-batch-size", "0"], "--micro-batch-size"),
+    (["--min-accuracy", "1.5"], "--min-accuracy"),
+    (["--model", "gpt2"], "--prompts"),
+    (["--model", "gpt2", "--prompts", "x"], "--preferences"),
+    (["--model", "gpt2", "--prompts", "x", "--preferences", "y", "--reward-model", "z"], "either"),
+    (["--model", ".", "--prompts", "x", "--preferences", "y"], "--model . is a folder that holds no model"),
+    (["--prompts", "x"], "--prompts needs --model"),
+    (["--sft", "x"], "--sft needs --model"),
+    (["--model", "m", "--prompts", "hf:imdb:train", "--preferences", "y"], "pip install datasets"),
 ]
 ATARI_BAD = [
     (["--sticky-actions", "2"], "--sticky-actions"),
@@ -150,7 +167,9 @@ def test_bad_input_is_one_sentence_status_2_and_nothing_written(name: str, tmp_p
     module = MODULES[name]
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
-    cases = BAD + (PPO_BAD if name != "trpo" else []) + (ATARI_BAD if name == "ppo_atari" else [])
+    cases = BAD + [([BUDGET[name], number], BUDGET[name]) for number in ("100", "0", "nan")]
+    cases += RLHF_BAD if name == "rlhf_ppo_gpt2" else CONTROL_BAD
+    cases += (PPO_BAD if name != "trpo" else []) + (ATARI_BAD if name == "ppo_atari" else [])
     if name == "ppo_penalty":
         cases = [*cases, (["--kl-target", "0"], "--kl-target"), (["--beta", "-1"], "--beta")]
     for flags, words in cases:
@@ -165,15 +184,19 @@ def test_bad_input_is_one_sentence_status_2_and_nothing_written(name: str, tmp_p
 
 def test_missing_packages_name_the_install_command(name: str, tmp_path: Path, monkeypatch) -> None:
     module = MODULES[name]
-    flags = {"capture_video": "moviepy", "track": "wandb"} | ({"env_id": "ale_py"} if name == "ppo_atari" else {})
+    flags = {"track": "wandb"} | ({"capture_video": "moviepy"} if name in CONTROL else {"sft": "datasets"})
+    flags |= {"env_id": "ale_py"} if name == "ppo_atari" else {}
+    given = {"env_id": "Pong", "sft": "hf:imdb:train"}
     for flag, package in flags.items():
         monkeypatch.setattr(module, "find_spec", lambda wanted, package=package: wanted != package or None)
-        args = module.Args(**({flag: True} if flag != "env_id" else {"env_id": "Pong"}))
+        args = module.Args(**{flag: given.get(flag, True)})
         with pytest.raises(module.UsageError, match=f"pip install {package}"):
             module.check_args(args)
 
 
-@pytest.mark.parametrize("flags", [["--track", "True"], ["--num-envs", "2.0"], ["--num-envs", "1e3"], ["--nope"]])
+@pytest.mark.parametrize(
+    "flags", [["--track", "True"], ["--num-minibatches", "2.0"], ["--eval-episodes", "1e3"], ["--nope"]]
+)
 def test_the_parser_refuses_what_it_cannot_read(name: str, flags: list[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         MODULES[name].parse_args(flags)
@@ -181,9 +204,14 @@ def test_the_parser_refuses_what_it_cannot_read(name: str, flags: list[str]) -> 
 
 
 def test_the_parser_takes_what_people_type(name: str) -> None:
+    args = MODULES[name].parse_args([BUDGET[name], *"1e6 --num_minibatches 2 --torch_deterministic --no-cuda".split()])
+    assert args.num_minibatches == 2 and not args.cuda
+    assert getattr(args, BUDGET[name].removeprefix("--").replace("-", "_")) == 10**6
+
+
+@pytest.mark.parametrize("name", CONTROL)
+def test_the_parser_takes_command_lines_of_other_scripts(name: str) -> None:
     module = MODULES[name]
-    args = module.parse_args("--total-timesteps 1e6 --num_steps 128 --torch_deterministic --no-cuda".split())
-    assert args.num_steps == 128 and args.total_timesteps == 10**6 and not args.cuda
     cleanrl = "--exp-name x --seed 2 --track --wandb-project-name p --wandb-entity e --capture-video --num-steps 64 --gamma 0.9"
     args = module.parse_args(cleanrl.split())
     assert (args.exp_name, args.wandb_entity, args.num_steps, args.gamma) == ("x", "e", 64, 0.9)
@@ -202,21 +230,22 @@ def test_help_explains_every_flag_in_a_line(name: str, tmp_path: Path) -> None:
 
 
 def test_a_start_prints_no_warnings_and_the_folder_first_and_last(name: str, tmp_path: Path) -> None:
-    flags = ["--env-id", "Pendulum-v1"] if name != "ppo_atari" else []
+    flags = ["--env-id", "Pendulum-v1"] if name not in ("ppo_atari", "rlhf_ppo_gpt2") else []
     result = run(name, *SMALL[name], *flags, cwd=tmp_path)
     assert result.returncode == 0 and result.stderr == ""
     (folder,) = (tmp_path / "runs").iterdir()
     lines = result.stdout.splitlines()
     assert str(folder) in lines[0] and str(folder) in lines[-1] and "finished" in lines[-1]
-    assert "512 of 512" in lines[1] and "on cpu" in lines[1]
+    assert len([line for line in lines if "512 of 512" in line and "on cpu" in line]) == 1
     assert name != "ppo_atari" or "sticky actions 0," in lines[2]  # the protocol
-    assert sorted(p.name.split(".")[0] for p in folder.iterdir()) == ["args", "checkpoint", "events"]
+    models = ["policy", "reward_model", "sft"] if name == "rlhf_ppo_gpt2" else []
+    assert sorted(p.name.split(".")[0] for p in folder.iterdir()) == sorted(["args", "checkpoint", "events", *models])
     assert json.loads((folder / "args.json").read_text())["seed"] == 1
 
 
 def test_run_folders_are_flat_and_unique(name: str, tmp_path: Path) -> None:
     env_id = {"ppo_atari": "ALE/Pong-v5"}.get(name, "counting_envs:Trunc-v0")
-    flags = [*SMALL[name], "--env-id", env_id, "--total-timesteps", 128]
+    flags = [*SMALL[name], *(["--env-id", env_id] if name in CONTROL else []), BUDGET[name], 128]
     processes = [
         subprocess.Popen(command(name, *flags), cwd=tmp_path, env=environment(), stdout=subprocess.DEVNULL)
         for _ in range(2)
@@ -232,14 +261,13 @@ def test_run_folders_are_flat_and_unique(name: str, tmp_path: Path) -> None:
 def test_resume_refuses_what_would_make_another_run_and_takes_the_rest(name: str, tmp_path: Path) -> None:
     folder = run_small(name, cwd=tmp_path)
     before = (folder / "checkpoint.pt").read_bytes()
-    refused = run(name, "--resume", folder, "--gamma", 0.9, "--num-envs", 4, "--seed", 7, cwd=tmp_path)
+    size = "--num-envs" if name in CONTROL else "--batch-size"
+    refused = run(name, "--resume", folder, "--gamma", 0.9, size, 4, "--seed", 7, cwd=tmp_path)
     assert refused.returncode == 2
-    assert (
-        all(flag in refused.stderr for flag in ("--gamma", "--num-envs", "--seed")) and "--env-id" not in refused.stderr
-    )
+    assert all(flag in refused.stderr for flag in ("--gamma", size, "--seed")) and "--device" not in refused.stderr
     assert (folder / "checkpoint.pt").read_bytes() == before
-    longer = run(name, "--resume", folder, "--total-timesteps", 768, cwd=tmp_path)
-    assert longer.returncode == 0 and "step 512 to 768" in longer.stdout
+    longer = run(name, "--resume", folder, BUDGET[name], 768, cwd=tmp_path)
+    assert longer.returncode == 0 and "512 to 768" in longer.stdout
     assert checkpoint(folder)["iteration"] == 6
     assert [step for step, _ in scalars(folder)["losses/value_loss"]] == list(range(128, 769, 128))
 
@@ -271,7 +299,8 @@ def test_spoiled_checkpoints_are_refused_in_a_sentence(
     spoil(folder / "checkpoint.pt")
     capsys.readouterr()
     monkeypatch.setattr(signal, "signal", lambda *_: None)
-    for flag in ("--resume", "--evaluate"):
+    starts_over = name == "rlhf_ppo_gpt2" and spoil is Path.unlink  # PPO does, from the models of its first stages
+    for flag in ("--resume", "--evaluate")[starts_over:]:
         monkeypatch.setattr(sys, "argv", [f"{name}.py", flag, str(folder)])
         with pytest.raises(SystemExit) as caught:
             module.main()
@@ -289,12 +318,13 @@ def test_a_disk_that_fills_up_leaves_the_old_checkpoint(name: str, tmp_path: Pat
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) // 2, len(before) // 2))
 
-    result = run(name, "--resume", folder, "--total-timesteps", 768, cwd=tmp_path, preexec_fn=limit)
+    result = run(name, "--resume", folder, BUDGET[name], 768, cwd=tmp_path, preexec_fn=limit)
     assert result.returncode == 1 and "checkpoint.pt could not be written" in result.stderr
     assert "Traceback" not in result.stderr
     assert (folder / "checkpoint.pt").read_bytes() == before and not list(folder.glob("*.tmp"))
 
 
+@pytest.mark.parametrize("name", CONTROL)
 @pytest.mark.parametrize("mode", ["sampled", "most likely"])
 def test_evaluation_plays_exactly_what_was_asked_with_frozen_statistics(name: str, tmp_path: Path, mode: str) -> None:
     folder = run_small(name, "--save-model", cwd=tmp_path)
@@ -338,6 +368,7 @@ def test_a_reloaded_agent_acts_like_the_one_in_memory(name: str, tmp_path: Path,
     assert played_envs.obs_stats.count == envs.obs_stats.count > 512
 
 
+@pytest.mark.parametrize("name", CONTROL)
 def test_filming_writes_playable_clips_and_changes_nothing(name: str, tmp_path: Path) -> None:
     import imageio.v2 as imageio
 

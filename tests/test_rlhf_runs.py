@@ -1,0 +1,419 @@
+"""RLHF as users run it: the built-in task, their own model and data from files, failing checks, over-optimisation."""
+
+import copy
+import dataclasses
+import json
+import shutil
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import MODULES, SMALL, run, scalars
+from test_rlhf import gpt2, scorer
+from test_runs import assert_same_run
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+rlhf: Any = MODULES["rlhf_ppo_gpt2"]
+WORDS = "the cat dog sat ran on mat sun in a and was big red end".split()
+
+
+def train(cwd: Path, *flags: Any) -> Path:
+    """A small run inside this process; returns its folder."""
+    before = set(cwd.glob("runs/*"))
+    rlhf.train(rlhf.parse_args([str(x) for x in (*SMALL["rlhf_ppo_gpt2"], "--run-dir", cwd / "runs", *flags)]))
+    (folder,) = set(cwd.glob("runs/*")) - before
+    return folder
+
+
+def resume(folder: Path, *flags: Any) -> None:
+    rlhf.train(rlhf.parse_args([str(x) for x in ("--resume", folder, *flags)]))
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A GPT-2 with a byte-level tokenizer like the real one, float16 in the file, dropout in the config."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("model")
+    core = Tokenizer(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    corpus = [" ".join(WORDS[i:] + WORDS[:i]) for i in range(len(WORDS))]
+    core.train_from_iterator(
+        corpus, trainers.BpeTrainer(vocab_size=120, special_tokens=["<|endoftext|>"], show_progress=False)
+    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|endoftext|>", bos_token="<|endoftext|>")
+    tokenizer.save_pretrained(folder)
+    model = gpt2(vocabulary=len(tokenizer), dropout=0.1)
+    model.half().save_pretrained(folder)
+    return folder
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("data")
+    prompts = [f"the {a} {b}" for a in ("cat", "dog", "sun", "mat") for b in ("sat", "ran", "was")]
+    pairs = [{"prompt": p, "chosen": " on a mat", "rejected": " big big red"} for p in prompts]
+    return {
+        "prompts": write(folder / "prompts.jsonl", [{"prompt": p} for p in prompts]),
+        "preferences": write(folder / "pairs.jsonl", pairs * 4),
+        "sft": write(folder / "sft.jsonl", [{"prompt": p, "response": " on a mat and in the sun"} for p in prompts]),
+    }
+
+
+REAL = "--response-length 6 --prompt-length 8 --batch-size 16 --num-minibatches 2 --update-epochs 1 --total-episodes 32"
+
+
+def real_flags(model_folder: Path, data: dict[str, Path]) -> list[Any]:
+    flags = [x for key, path in data.items() for x in (f"--{key}", path)]
+    return [
+        "--model",
+        model_folder,
+        *flags,
+        *REAL.split(),
+        "--eval-episodes",
+        4,
+        "--fit-batch-size",
+        8,
+        "--min-accuracy",
+        0,
+    ]
+
+
+def test_a_model_and_data_of_ones_own_and_what_transformers_opens_afterwards(
+    model_folder: Path, data: dict[str, Path], tmp_path: Path
+) -> None:
+    result = run("rlhf_ppo_gpt2", *real_flags(model_folder, data), cwd=tmp_path, env={"HF_HUB_OFFLINE": "1"})
+    assert result.returncode == 0 and not result.stderr, result.stderr
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert folder.name.startswith(model_folder.name) and "gold" not in result.stdout
+    policy: Any = AutoModelForCausalLM.from_pretrained(folder / "policy")
+    sft: Any = AutoModelForCausalLM.from_pretrained(folder / "sft")
+    reward_model = AutoModelForSequenceClassification.from_pretrained(folder / "reward_model")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "policy")
+    given: Any = AutoModelForCausalLM.from_pretrained(model_folder)
+    weights = [m.transformer.h[0].mlp.c_fc.weight.float() for m in (given, sft, policy)]
+    assert not torch.equal(weights[0], weights[1]) and not torch.equal(weights[1], weights[2])
+    assert policy.dtype == torch.float32 and reward_model.config.num_labels == 1
+    state = torch.load(folder / "checkpoint.pt", weights_only=True)["agent"]
+    assert torch.equal(policy.transformer.wte.weight, state["policy.transformer.wte.weight"])
+    policy.train()  # as saved, there is no dropout to come back
+    tokens = tokenizer("the cat sat", return_tensors="pt").input_ids
+    settings = policy.generation_config
+    assert (settings.do_sample, settings.top_k, settings.top_p, settings.temperature) == (True, 0, 1.0, 1.0)
+    assert policy.generate(tokens).shape[1] > tokens.shape[1]
+    again = run("rlhf_ppo_gpt2", "--evaluate", folder, cwd=tmp_path)
+    assert again.returncode == 0 and "over 4 sampled responses" in again.stdout
+    # The finished reward model serves another run, without comparisons.
+    flags = real_flags(model_folder, {"prompts": data["prompts"]})
+    other = run("rlhf_ppo_gpt2", *flags, "--reward-model", folder / "reward_model", "--run-dir", "other", cwd=tmp_path)
+    assert other.returncode == 0, other.stderr
+    (second,) = (tmp_path / "other").iterdir()
+    same = AutoModelForSequenceClassification.from_pretrained(second / "reward_model")
+    assert torch.equal(same.score.weight, reward_model.score.weight)
+
+
+def test_saved_models_have_no_dropout(model_folder: Path, data: dict[str, Path], tmp_path: Path) -> None:
+    folder = train(tmp_path, *real_flags(model_folder, data))
+    for name, kind in (("policy", AutoModelForCausalLM), ("reward_model", AutoModelForSequenceClassification)):
+        model = kind.from_pretrained(folder / name).train()
+        assert not any(m.p for m in model.modules() if isinstance(m, torch.nn.Dropout)), name
+
+
+@pytest.mark.parametrize(
+    ("key", "content", "words"),
+    [
+        ("prompts", "", "is empty"),
+        ("prompts", '{"text": "x"}\n', "prompt"),
+        ("prompts", '{"prompt": "x"}\n{"prompt": 3}\n', "row 2"),
+        ("prompts", '{"prompt": "x"}\n{"prompt": ""}\n', "row 2"),
+        ("prompts", "not json\n", "cannot be read"),
+        ("preferences", '{"prompt": "x", "chosen": "y"}\n', "rejected"),
+        ("preferences", '{"prompt": "x", "chosen": "y", "rejected": "z"}\n', "at least two rows"),
+        ("sft", '{"prompt": "x"}\n', "response"),
+    ],
+)
+def test_faulty_files_are_named(
+    model_folder: Path, data: dict, tmp_path: Path, key: str, content: str, words: str
+) -> None:
+    (tmp_path / "bad.jsonl").write_text(content)
+    args = rlhf.parse_args([str(x) for x in real_flags(model_folder, data | {key: tmp_path / "bad.jsonl"})])
+    with pytest.raises(rlhf.UsageError, match=words) as caught:
+        rlhf.load_task(args, torch.device("cpu"))
+    assert f"--{key} " in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_models_that_do_not_fit_are_refused(model_folder: Path, data: dict[str, Path], tmp_path: Path) -> None:
+    flags = [str(x) for x in real_flags(model_folder, data)]
+    with pytest.raises(rlhf.UsageError, match="exceeds the model's 40 positions"):
+        rlhf.load_task(rlhf.parse_args([*flags, "--prompt-length", "39"]), torch.device("cpu"))
+    other = tmp_path / "other"
+    shutil.copytree(model_folder, other)
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"model_type": "gpt_neo"}))
+    with pytest.raises(rlhf.UsageError, match="gpt_neo|no such model"):
+        rlhf.load_task(rlhf.parse_args([*flags, "--model", str(other)]), torch.device("cpu"))
+    scorer(gpt2(vocabulary=9)).save_pretrained(tmp_path / "scorer")
+    args = rlhf.parse_args([*real_strings(model_folder, data), "--reward-model", str(tmp_path / "scorer")])
+    task, policy = rlhf.load_task(args, torch.device("cpu"))
+    with pytest.raises(rlhf.UsageError, match="own vocabulary"):
+        rlhf.make_reward_model(args, task, policy)
+
+
+def real_strings(model_folder: Path, data: dict[str, Path]) -> list[str]:
+    return [str(x) for x in real_flags(model_folder, {"prompts": data["prompts"]})]
+
+
+def test_without_a_network_a_sentence_names_the_way(data: dict[str, Path], tmp_path: Path) -> None:
+    """The hub's name leads to a port where nobody listens."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = {"HF_ENDPOINT": f"http://127.0.0.1:{port}", "HF_HOME": str(tmp_path / "cache")}
+    flags = ["--model", "gpt2", "--prompts", data["prompts"], "--preferences", data["preferences"]]
+    result = run("rlhf_ppo_gpt2", *flags, cwd=tmp_path, env=environment, timeout=90)
+    assert result.returncode == 2 and result.stderr.count("\n") == 1
+    assert "--model gpt2" in result.stderr and "--local-dir" in result.stderr and not (tmp_path / "runs").exists()
+
+
+# ------------------------------------------------------------------------------------------------ the self-check
+
+
+class Broken:
+    """What could be wrong, each as it happens to people; the self-check must name it."""
+
+    @staticmethod
+    def top_k(monkeypatch: Any, agent: Any) -> None:
+        original = rlhf.sample_responses
+
+        def sample(*args: Any) -> Any:
+            responses, logprobs = original(*args)
+            return responses, logprobs + 0.1  # as from a distribution cut to its likeliest tokens
+
+        monkeypatch.setattr(rlhf, "sample_responses", sample)
+
+    @staticmethod
+    def dropout(monkeypatch: Any, agent: Any) -> None:
+        agent.train()
+        for module in agent.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.1
+
+    @staticmethod
+    def another_reference(monkeypatch: Any, agent: Any) -> None:
+        with torch.no_grad():
+            agent.policy.transformer.h[0].mlp.c_fc.weight.mul_(1.3)
+
+    @staticmethod
+    def positions(monkeypatch: Any, agent: Any) -> None:
+        original = rlhf.attention_inputs
+
+        def shifted(mask: torch.Tensor) -> dict[str, torch.Tensor]:
+            inputs = original(mask)
+            return inputs | {"position_ids": torch.arange(mask.shape[1]).expand(mask.shape)}
+
+        monkeypatch.setattr(rlhf, "attention_inputs", shifted)
+
+    @staticmethod
+    def end(monkeypatch: Any, agent: Any) -> None:
+        original = rlhf.sample_responses
+
+        def sample(*args: Any) -> Any:
+            responses, logprobs = original(*args)
+            return dataclasses.replace(responses, ended=~responses.ended), logprobs
+
+        monkeypatch.setattr(rlhf, "sample_responses", sample)
+
+    @staticmethod
+    def nothing(monkeypatch: Any, agent: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("top_k", "sampler and scorer differ"),
+        ("dropout", "sampler and scorer differ|KL to the reference"),
+        ("another_reference", "KL to the reference"),
+        ("positions", "sampler and scorer differ|beside other prompts"),
+        ("end", "end token"),
+        ("nothing", ""),
+    ],
+)
+def test_the_self_check_names_what_is_wrong(monkeypatch: Any, fault: str, words: str) -> None:
+    args = rlhf.Args(sft_size=20)
+    task, _ = rlhf.load_task(args, torch.device("cpu"))
+    reference = gpt2(vocabulary=len(task.tokenizer))
+    model = scorer(reference)
+    agent = rlhf.Agent(copy.deepcopy(reference), copy.deepcopy(model))
+    score = lambda responses: rlhf.reward_scores(model, responses.tokens, responses.mask)
+    getattr(Broken, fault)(monkeypatch, agent)
+    check = lambda: rlhf.self_check(args, task, agent, reference, model, score)
+    if not words:
+        return check()
+    with pytest.raises(rlhf.UsageError, match=f"self-check: .*({words})"):
+        check()
+    rlhf.self_check(rlhf.Args(self_check=False), task, agent, reference, model, score)
+
+
+def test_a_reward_model_near_chance_stops_before_ppo(tmp_path: Path) -> None:
+    with pytest.raises(rlhf.UsageError, match="self-check: the reward model ranks only .* more comparisons"):
+        train(tmp_path, "--min-accuracy", 1)
+
+
+# ------------------------------------------------------------------------------------------------ what a run shows
+
+
+@pytest.mark.detail("R30")
+@pytest.mark.detail("R31")
+@pytest.mark.detail("4")
+@pytest.mark.detail("R28")
+def test_a_run_logs_both_kls_both_judges_and_shows_the_same_prompts_twice(tmp_path: Path, capsys: Any) -> None:
+    folder = train(tmp_path, "--eval-every", 2, "--best-of-n", 4, "--target-kl", 1)
+    logged = scalars(folder)
+    losses = {"value_loss", "policy_loss", "entropy", "clipfrac", "explained_variance"}
+    charts = {"episodic_return", "episodic_length", "learning_rate", "SPS", "beta", "proxy", "score", "gold", "ended"}
+    charts |= {"updates", "skipped_updates", "rollout_tokens_per_second", "update_tokens_per_second"}
+    kls = {"ref", "ref_k2", "ref_k3", "ref_exact", "ref_se", "ref_k2_se", "ref_k3_se", "ref_exact_se", "old", "old_k1"}
+    expected = {f"losses/{k}" for k in losses} | {f"charts/{k}" for k in charts} | {f"kl/{k}" for k in kls}
+    for tag in expected:
+        assert [step for step, _ in logged[tag]] == [128, 256, 384, 512], tag
+    for tag in ("gold", "proxy", "kl_ref", "kl_ref_exact", "length", "ended"):
+        assert [step for step, _ in logged[f"eval/{tag}"]] == [0, 256, 512], tag
+    rates = [value for _, value in logged["charts/learning_rate"]]
+    assert rates == pytest.approx([3e-4, 2.25e-4, 1.5e-4, 0.75e-4])
+    assert [step for step, _ in logged["best_of_n/kl"]] == [1, 2, 4]
+    proxies = [value for _, value in logged["best_of_n/proxy"]]
+    assert proxies == sorted(proxies) and logged["best_of_n/kl"][0][1] == 0
+    assert [step for step, _ in logged["sft/loss"]] == [step for step, _ in logged["reward_model/accuracy"]] == [0]
+    lines = capsys.readouterr().out.splitlines()
+    shown = [line.split("|")[0] for line in lines if " | " in line]
+    assert len(shown) == 8 and shown[:4] == shown[4:]  # before and after
+    assert logged["kl/ref"][0][1] == pytest.approx(0, abs=1e-4) and logged["kl/old"][0][1] >= 0
+    assert set(logged) == expected | {
+        k for k in logged if k.startswith(("eval/", "best_of_n/", "sft/", "reward_model/"))
+    }
+
+
+@pytest.mark.detail("R22")
+def test_the_beta_of_the_log_follows_the_kl_of_the_log(tmp_path: Path) -> None:
+    flags = ["--beta-controller", "proportional", "--kl-target", 0.05, "--kl-horizon", 500, "--learning-rate", 0.003]
+    folder = train(tmp_path, *flags)
+    logged = scalars(folder)
+    betas, kls = ([value for _, value in logged[tag]] for tag in ("charts/beta", "kl/ref"))
+    assert betas[0] == pytest.approx(0.15)
+    for i in range(3):
+        factor = 1 + min(max(kls[i] / 0.05 - 1, -0.2), 0.2) * 128 / 500
+        assert betas[i + 1] == pytest.approx(betas[i] * factor, rel=1e-5)
+    assert len({round(b, 6) for b in betas}) == 4
+    saved = torch.load(folder / "checkpoint.pt", weights_only=True)["leash"]["beta"]
+    assert saved == pytest.approx(betas[-1] * (1 + min(max(kls[-1] / 0.05 - 1, -0.2), 0.2) * 128 / 500), rel=1e-5)
+
+
+@pytest.mark.detail("R19")
+def test_the_reference_and_the_reward_model_never_move(tmp_path: Path, monkeypatch: Any) -> None:
+    """Neither in memory nor in the folder, and the KL after resuming is that to the original."""
+    frozen: list[Any] = []
+    original = rlhf.Run.stage
+
+    def stage(self: Any, *args: Any) -> Any:
+        model = original(self, *args)
+        frozen.append((model, copy.deepcopy(model.state_dict())))
+        return model
+
+    monkeypatch.setattr(rlhf.Run, "stage", stage)
+    folder = train(tmp_path, "--learning-rate", 0.01)
+    assert len(frozen) == 2
+    for model, before in frozen:
+        assert not any(p.requires_grad for p in model.parameters())
+        assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    first = scalars(folder)["kl/ref"]
+    resume(folder, "--total-episodes", 640)
+    after = scalars(folder)["kl/ref"]
+    assert after[:4] == first and after[4][1] > 0.3 * first[3][1] > 0.01
+
+
+def test_a_run_stopped_before_its_first_checkpoint_goes_on_with_the_stages_it_has(tmp_path: Path) -> None:
+    alone = train(tmp_path)
+    for missing in (["policy", "checkpoint.pt"], ["policy", "checkpoint.pt", "reward_model"],
+                    ["policy", "checkpoint.pt", "reward_model", "sft"]):  # fmt: skip
+        folder = tmp_path / f"without-{len(missing)}"
+        shutil.copytree(alone, folder)
+        for part in missing:
+            shutil.rmtree(folder / part) if (folder / part).is_dir() else (folder / part).unlink()
+        resume(folder)
+        assert_same_run(folder, alone)
+        assert (folder / "policy" / "config.json").exists()
+
+
+@pytest.mark.parametrize(
+    "flags", [["--value-model", "head"], ["--micro-batch-size", "16"], ["--beta-controller", "doubling"]]
+)
+def test_other_ways_resume_exactly_too(tmp_path: Path, flags: list[str]) -> None:
+    flags = [*flags, "--checkpoint-every", "2", "--no-anneal-lr"]
+    straight, halfway = train(tmp_path, *flags), train(tmp_path, *flags, "--total-episodes", 256)
+    assert torch.load(halfway / "checkpoint.pt", weights_only=True)["iteration"] == 2
+    resume(halfway, "--total-episodes", 512)
+    states = [torch.load(folder / "checkpoint.pt", weights_only=True)["agent"] for folder in (halfway, straight)]
+    assert all(torch.equal(states[0][k], states[1][k]) for k in states[0])
+
+
+def test_the_smoke_preset_gives_defaults_that_flags_override() -> None:
+    args = rlhf.parse_args(["--preset", "smoke", "--batch-size", "32"])
+    assert args.batch_size == 32 and args.total_episodes == rlhf.SMOKE["total_episodes"] and args.preset == "smoke"
+    assert rlhf.parse_args([]).total_episodes > 5_000
+
+
+def test_a_proxy_that_rises_while_gold_falls_is_called_over_optimised(capsys: Any) -> None:
+    run = object.__new__(rlhf.Run)
+    run.args, run.last, run.said, run.peak = rlhf.Args(), 9, set(), (-float("inf"), 0.0)
+    run.note, run.say = lambda *_: None, print
+    base = {"kl/ref": 1.0, "length": 5.0, "ended": 1.0, "texts": []}
+    told = []
+    for i, (gold, proxy) in enumerate([(0.0, 0.0), (1.2, 2.0), (0.5, 2.5), (0.1, 1.9), (0.1, 3.0), (-2.0, 4.0)], 1):
+        run.report(i, base | {"gold": gold, "proxy": proxy})
+        told.append("over-optimised" in capsys.readouterr().out)
+    assert told == [False, False, False, False, True, False]  # more than 1 below the peak, the proxy above; said once
+
+
+def test_health_names_the_metric_and_a_remedy_for_rlhf() -> None:
+    fine = {"losses/clipfrac": 0.1, "kl/old": 0.01, "kl/ref": 3.0, "kl/ref_se": 0.2, "losses/entropy": 1.0,
+            "losses/explained_variance": 0.5, "charts/ended": 0.99, "charts/skipped_updates": 0.0}  # fmt: skip
+    assert not list(rlhf.health(fine, 0.15))
+    for name, value in (
+        ("losses/clipfrac", 0.9), ("kl/old", 0.2), ("kl/ref", -1.0), ("kl/ref", 40.0), ("losses/entropy", 0.0),
+        ("losses/explained_variance", -0.5), ("charts/ended", 0.2), ("charts/skipped_updates", 2.0),
+    ):  # fmt: skip
+        ((_, sentence),) = rlhf.health(fine | {name: value}, 0.15)
+        assert sentence.startswith(f"{name} is ") and ": " in sentence
+    assert not list(rlhf.health(fine | {"kl/ref": -0.3}, 0.15))  # within its noise
+
+
+@pytest.mark.slow
+def test_bf16_and_compile_agree_with_eager_float32() -> None:
+    from test_rlhf import PROMPTS, args, fixed_rollout
+
+    reference = gpt2(vocabulary=12)
+    torch.manual_seed(5)
+    responses, _ = rlhf.sample_responses(reference, PROMPTS, 6, 1.0, 0)
+    results = []
+    for bf16, compiled in ((False, False), (True, False), (False, True)):
+        agent = rlhf.Agent(copy.deepcopy(reference), scorer(gpt2(vocabulary=12, seed=3)), bf16)
+        _, per_token, _ = fixed_rollout(agent, reference, responses, args())
+        loss_fn = torch.compile(rlhf.ppo_loss, dynamic=True) if compiled else rlhf.ppo_loss
+        loss, stats = loss_fn(args(), agent, responses, per_token)
+        loss.backward()
+        gradient = torch.cat([p.grad.flatten() for p in agent.parameters() if p.grad is not None])
+        results.append((float(loss.detach()), gradient))
+    (loss, gradient), (half_loss, half_gradient), (compiled_loss, compiled_gradient) = results
+    assert compiled_loss == pytest.approx(loss, abs=1e-5) and torch.allclose(compiled_gradient, gradient, atol=1e-5)
+    assert half_loss == pytest.approx(loss, abs=0.05)
+    assert float(torch.cosine_similarity(half_gradient, gradient, dim=0)) > 0.98
