@@ -86,9 +86,10 @@ MUTANTS = [
     M("10", CONTINUOUS, "the value is not in the loss", "loss = policy_loss + args.vf_coef * v_loss", "loss = policy_loss"),
     M("10", GAUSSIAN, "entropy is the mean over components", "np.log(2 * np.pi * np.e)).sum()", "np.log(2 * np.pi * np.e)).mean()"),
     # 11 gradient clipping
-    M("11", f"{ATARI} {PENALTY}", "gradients are not clipped", "args.max_grad_norm)  # [11]", "1e9)  # [11]"),
-    M("11", f"{CONTINUOUS} {ATARI}", "each component is clipped", "nn.utils.clip_grad_norm_(", "nn.utils.clip_grad_value_("),
-    M("11", f"{CONTINUOUS} {PENALTY}", "each tensor is clipped by its own norm", "nn.utils.clip_grad_norm_(weights, args.max_grad_norm)", "[nn.utils.clip_grad_norm_(p, args.max_grad_norm) for p in agent.parameters()]"),
+    M("11", PPO, "gradients are not clipped", "args.max_grad_norm", "1e9"),
+    M("11", GAUSSIAN, "clipped at the square of the norm", "args.max_grad_norm", "args.max_grad_norm**2"),
+    M("11", ATARI, "each component is clipped", "nn.utils.clip_grad_norm_(", "nn.utils.clip_grad_value_("),
+    M("11", ATARI, "each tensor is clipped by its own norm", "nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)", "[nn.utils.clip_grad_norm_(p, args.max_grad_norm) for p in agent.parameters()]"),
     # 12 debug variables
     M("12", f"{ATARI} {PENALTY}", "the first estimate of KL has the wrong sign", "kls = -logratio.mean(),", "kls = logratio.mean(),"),
     M("12", f"{CONTINUOUS} {PENALTY}", "the second estimate of KL is half the square", "(logratio.exp() - 1 - logratio).mean()\n", "0.5 * logratio.square().mean()\n"),

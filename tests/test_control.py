@@ -338,3 +338,27 @@ def test_what_is_told_to_the_early_stop(ppo, small_args, monkeypatch, first: Any
     monkeypatch.setattr(ppo, "ppo_loss", tell)
     ppo.train(small_args(ppo, total_timesteps=128, target_kl=0.01, update_epochs=1, num_minibatches=4))
     assert len(taken) == steps
+
+
+@pytest.mark.detail("11")
+def test_only_gradients_that_are_too_long_are_shortened_and_none_is_turned(ppo, small_args, monkeypatch) -> None:
+    """The first gradient of the same run under three limits: as it is, with half of its norm, and again as it is."""
+    seen: list[torch.Tensor] = []
+    first: list[torch.Tensor] = []
+    step = torch.optim.Adam.step
+
+    def keep(self: Any, *rest: Any) -> Any:
+        parts = [p.grad for group in self.param_groups for p in group["params"]]
+        seen.append(torch.cat([g.detach().reshape(-1).clone() for g in parts]))
+        return step(self, *rest)
+
+    monkeypatch.setattr(torch.optim.Adam, "step", keep)
+    for factor in (None, 0.5, 2.0):
+        seen.clear()
+        limit = factor * float(first[0].norm()) if factor else 1e6
+        ppo.train(small_args(ppo, total_timesteps=128, update_epochs=1, max_grad_norm=limit))
+        first.append(seen[0])
+    whole, half, again = first
+    assert float(half.norm()) == pytest.approx(0.5 * float(whole.norm()), rel=1e-3)
+    torch.testing.assert_close(half, 0.5 * whole, atol=1e-6, rtol=1e-3)
+    torch.testing.assert_close(again, whole)
