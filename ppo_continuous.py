@@ -229,7 +229,7 @@ def train(args: Args) -> dict[str, float]:
     envs = NormalizedEnvs(args, args.num_envs // WORLD)
     torch.manual_seed(args.seed)  # the same weights in every process
     agent = Agent(envs.obs_stats.mean.size, envs.low.size, args.bf16).to(device)
-    optimizer = torch.optim.Adam(agent.parameters(), args.learning_rate, eps=1e-5, fused=True)  # [3]
+    optimizer = torch.optim.Adam([weights := flatten(agent)], args.learning_rate, eps=1e-5, fused=True)  # [3]
     run = Run(args, device, agent=agent, optimizer=optimizer, obs_stats=envs.obs_stats, return_stats=envs.return_stats)
     loss_fn = run.compile(ppo_loss)  # the policy alone is so small that compiled code costs more to enter than it saves
     shape = (args.num_steps, args.num_envs // WORLD)  # [T, N]
@@ -265,10 +265,10 @@ def train(args: Args) -> dict[str, float]:
             history.append(stats.clone())
             if args.target_kl is not None and global_mean(history[-1][4]) > 1.5 * args.target_kl:
                 break  # [S3] before the step that would go on
-            optimizer.zero_grad()
+            weights.grad.zero_()
             loss.backward()
             average_gradients(agent)
-            nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)  # [11]
+            weights.grad *= (args.max_grad_norm / (weights.grad.norm() + 1e-6)).clamp(max=1)  # [11]
             optimizer.step()
             updates += 1
         metrics = dict(zip(STATS, torch.stack(history).mean(0), strict=True))
@@ -476,6 +476,17 @@ def reseed(seed: int, iteration: int) -> int:
     np.random.seed(words[1])
     torch.manual_seed(words[2])
     return words[3]
+
+
+def flatten(agent: nn.Module) -> Any:
+    """One vector of all weights and one, its `grad`, of their gradients, of which the agent's own become views: clipping
+    and Adam then take one operation on one tensor where they took one on each of many small ones."""
+    own, sizes = list(agent.parameters()), [p.numel() for p in agent.parameters()]
+    weights = torch.cat([p.detach().reshape(-1) for p in own]).requires_grad_()
+    weights.grad = torch.zeros_like(weights)
+    for p, data, grad in zip(own, weights.detach().split(sizes), weights.grad.split(sizes), strict=True):
+        p.data, p.grad = data.view(p.shape), grad.view(p.shape)
+    return weights
 
 
 def global_mean(x: Tensor) -> Tensor:

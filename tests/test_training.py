@@ -59,8 +59,14 @@ def test_one_adam_with_epsilon_1e5_holds_every_parameter(ppo, small_args, monkey
     ppo.train(small_args(ppo, total_timesteps=128))
     (optimizer,), (agent,) = made, agents
     assert optimizer.defaults["eps"] == 1e-5
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    assert held == {id(p) for p in agent.parameters()}
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    before = [p.detach().clone() for p in agent.parameters()]
+    with torch.no_grad():
+        for p in held:
+            p.add_(1)  # what it holds are the agent's own numbers, every one of them once
+    assert sum(p.numel() for p in held) == sum(p.numel() for p in before)
+    for p, old in zip(agent.parameters(), before, strict=True):
+        torch.testing.assert_close(p.detach(), old + 1)
 
 
 @pytest.mark.detail("4")
