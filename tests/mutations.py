@@ -160,7 +160,7 @@ MUTANTS = [
     M("31", f"{PENALTY}", "clipped at ±1", "self.return_stats.var + 1e-8)).clip(-10, 10)", "self.return_stats.var + 1e-8)).clip(-1, 1)"),
     M("31", f"{TRPO} {CONTINUOUS}", "clipped above alone", "self.return_stats.var + 1e-8)).clip(-10, 10)", "self.return_stats.var + 1e-8)).clip(None, 10)"),
     # S2 and S3
-    M("S2", ALL, "each process keeps its own gradient", "grad.copy_(mean.view(grad.shape))", "pass"),
+    M("S2", f"{ALL} {RLHF}", "each process keeps its own gradient", "grad.copy_(mean.view(grad.shape))", "pass"),
     M("S2", f"{ATARI} {TRPO}", "the sum over processes", "dist.all_reduce(x := x / WORLD)", "dist.all_reduce(x := x / 1)"),
     M("S3", f"{ATARI} {PENALTY}", "epochs end at the target itself", "> 1.5 * args.target_kl", "> args.target_kl"),
     M("S3", f"{CONTINUOUS}", "epochs never end early", "if args.target_kl is not None and", "if False and"),

@@ -409,3 +409,23 @@ def test_the_penalty_pulls_the_policy_back_to_the_old_one() -> None:
         agent.beta.fill_(beta)
         loss, _ = module.ppo_loss(args, agent, obs, actions, density, zeros, zeros, zeros, old_means, old_logstd)
         assert float(loss.detach()) == pytest.approx(beta * float(kl), rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.detail("S2")
+@having("average_gradients")
+def test_gradients_become_the_mean_with_another_process(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other process, played by a stand-in for the sum over processes, brings gradients of 4: g becomes (g + 4) / 2."""
+    module = MODULES[name]
+    monkeypatch.setattr(module, "WORLD", 2)
+    monkeypatch.setattr(module.dist, "all_reduce", lambda x, *_: x.add_(2.0))  # its half of 4
+    network = torch.nn.Linear(3, 2)
+    unused = torch.nn.Parameter(torch.zeros(5))
+    network.register_parameter("unused", unused)
+    network(torch.randn(4, 3)).square().sum().backward()
+    before = [p.grad.clone() for p in network.parameters() if p.grad is not None]
+    module.average_gradients(network)
+    after = [p.grad for p in network.parameters() if p.grad is not None]
+    assert len(after) == len(before) == 2 and unused.grad is None
+    for mine, mean in zip(before, after, strict=True):
+        torch.testing.assert_close(mean, (mine + 4) / 2)
+    assert float(module.global_mean(torch.tensor(6.0))) == 5
