@@ -238,3 +238,22 @@ def test_an_old_gymnasium_is_named(gaussian, monkeypatch) -> None:
     monkeypatch.delattr(gym.vector, "AutoresetMode")
     with pytest.raises(gaussian.UsageError, match="pip install gymnasium"):
         gaussian.make_envs(gaussian.Args(), 1)
+
+
+def test_the_policy_in_numpy_is_the_network(gaussian) -> None:
+    """Also after a step of the optimiser's vector, whose parts the weights are."""
+    torch.manual_seed(0)
+    agent, obs = gaussian.Agent(5, 3), torch.randn(7, 5)
+    weights = gaussian.flatten(agent)
+    for _ in range(2):
+        with torch.no_grad():
+            weights += torch.randn_like(weights)
+        means = gaussian.in_numpy(agent.actor_mean)(obs.numpy())
+        assert means.dtype == np.float32
+        torch.testing.assert_close(torch.from_numpy(means), agent.actor_mean(obs).detach(), rtol=1e-5, atol=1e-5)
+    agent(obs)[0].sum().backward()
+    grads = torch.cat([p.grad.reshape(-1) for p in agent.parameters()])
+    assert torch.equal(weights.grad, grads) and grads.abs().sum() > 0
+    agent.actor_mean[1] = torch.nn.ReLU()
+    with pytest.raises(AssertionError, match="other layers"):
+        gaussian.in_numpy(agent.actor_mean)
