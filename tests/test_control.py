@@ -362,3 +362,16 @@ def test_only_gradients_that_are_too_long_are_shortened_and_none_is_turned(ppo, 
     assert float(half.norm()) == pytest.approx(0.5 * float(whole.norm()), rel=1e-3)
     torch.testing.assert_close(half, 0.5 * whole, atol=1e-6, rtol=1e-3)
     torch.testing.assert_close(again, whole)
+
+
+@pytest.mark.detail("R31")
+def test_the_logged_gold_is_the_judge_s_and_not_the_reward_model_s(small_args, monkeypatch) -> None:
+    """A judge that says 0.125 of every answer: so do training and evaluation, while the reward model says other things."""
+    rlhf = MODULES["rlhf_ppo_gpt2"]
+    monkeypatch.setattr(rlhf.Task, "gold", lambda self, responses: torch.full((len(responses.tokens),), 0.125))
+    args = small_args(rlhf, eval_every=1)
+    rlhf.train(args)
+    (folder,) = Path(args.run_dir).iterdir()
+    logged = scalars(folder)
+    for gold, proxy in (("charts/gold", "charts/proxy"), ("eval/gold", "eval/proxy")):
+        assert {value for _, value in logged[gold]} == {0.125} and 0.125 not in {value for _, value in logged[proxy]}

@@ -429,3 +429,10 @@ def test_gradients_become_the_mean_with_another_process(name: str, monkeypatch: 
     for mine, mean in zip(before, after, strict=True):
         torch.testing.assert_close(mean, (mine + 4) / 2)
     assert float(module.global_mean(torch.tensor(6.0))) == 5
+
+
+@pytest.mark.detail("R1")
+def test_a_response_is_read_with_its_prompt_and_without_padding() -> None:
+    tokens, real = tensor([[9, 5, 6, 7], [3, 4, 8, 9]]), tensor([[False, True, True, True], [True, True, True, False]])
+    responses = MODULES["rlhf_ppo_gpt2"].Responses(tokens, real, 2, tensor([True, True]))
+    assert responses.texts() == [[5, 6, 7], [3, 4, 8]]

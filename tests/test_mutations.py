@@ -1,0 +1,169 @@
+"""A test that cannot fail is a defect: each mutant of mutations.py must be noticed by a test that claims its detail.
+
+`pytest -m mutation` applies every one of them; the plain run takes a sample. A mutant works in a copy of the repository.
+"""
+
+import functools
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import details
+import pytest
+from conftest import GAUSSIAN, ROOT, SCRIPTS
+from mutations import MUTANTS, Mutant
+
+PAIRS = [(mutant, script) for mutant in MUTANTS for script in mutant.scripts.split()]
+ONLY = {  # test files that concern some scripts alone
+    "test_atari.py": ["ppo_atari"],
+    "test_continuous.py": GAUSSIAN,
+    "test_penalty.py": ["ppo_penalty"],
+    "test_rlhf.py": ["rlhf_ppo_gpt2"],
+    "test_rlhf_runs.py": ["rlhf_ppo_gpt2"],
+    "test_trpo.py": ["trpo"],
+}
+BEHAVIOUR = re.compile(r'(failed on setup with ")?(assert |AssertionError)|Failed: DID NOT RAISE')
+ELEMENTS = {mark for mark in details.CATALOGUE if mark.startswith(("TRPO-", "PEN-"))}
+
+
+def label(pair: tuple[Mutant, str]) -> str:
+    return f"{pair[1]}-{pair[0].detail}-{pair[0].what}"
+
+
+def claiming(marks: list[str], script: str) -> list[str]:
+    """The tests that claim one of these details and concern the script (those of other scripts: see `judge`)."""
+    claims = details.tests()
+    found = [test for mark in marks for test in claims[mark] if script in ONLY.get(test.split("::")[0], SCRIPTS)]
+    return sorted(dict.fromkeys(found), key=lambda test: test.startswith("test_ranks"))  # the slowest ones last
+
+
+SERVER = """
+import json, os, signal, sys
+import ale_py.vector_env, gymnasium, hypothesis, pytest, tensorboard, torch, tqdm, tyro  # once, which saves seconds per mutant
+for line in sys.stdin:
+    folder, arguments = json.loads(line)
+    child = os.fork()
+    if not child:
+        signal.alarm(600)
+        os.chdir(folder)
+        for stream in (1, 2):
+            os.dup2(os.open("output.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
+        code = pytest.main(arguments)
+        sys.stdout.flush()
+        os._exit(code)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+
+
+@functools.cache
+def server() -> subprocess.Popen[str]:
+    """A process that has imported what all scripts need, and runs pytest in a fork of itself for each line it is sent."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST")} | {"OMP_NUM_THREADS": "1"}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    return subprocess.Popen([sys.executable, "-c", SERVER], text=True, env=environment, **pipes)  # type: ignore[call-overload]
+
+
+def judge(folder: Path, script: str, tests: list[str], change: Mutant | None) -> str:
+    """Run the tests for this script in a copy of the repository with `change`: "passed", "noticed", or what went wrong."""
+    for path in [*ROOT.glob("*.py"), *ROOT.glob("*.md"), ROOT / "pyproject.toml", ROOT / "requirements.txt"]:
+        shutil.copy(path, folder)
+    shutil.copytree(ROOT / "tests", folder / "tests", ignore=shutil.ignore_patterns("__pycache__"))
+    if change:
+        path = folder / f"{script}.py"
+        path.write_text(path.read_text().replace(change.old, change.new))
+    others = " or ".join(name for name in SCRIPTS if name != script)
+    options = ["-n", "0", "-x", "-q", "-p", "no:cacheprovider", "--basetemp", "tmp", "--junitxml", "report.xml"]
+    arguments = [*options, "-k", f"not ({others})", *(f"tests/{test}" for test in tests)]
+    process = server()
+    assert process.stdin and process.stdout
+    process.stdin.write(json.dumps([str(folder), arguments]) + "\n")
+    process.stdin.flush()
+    code = int(process.stdout.readline())
+    if code == 0:
+        return "passed"
+    if code != 1:
+        return f"pytest ended with {code}: {(folder / 'output.txt').read_text()[-3000:]}"
+    report = ElementTree.parse(folder / "report.xml")
+    message = next(str(node.get("message")) for tag in ("error", "failure") for node in report.iter(tag))
+    crashed = not BEHAVIOUR.match(message) or "Traceback (most" in message
+    return f"crashed: {message}" if crashed else "noticed"
+
+
+def check(mutant: Mutant, script: str, folder: Path) -> None:
+    tests = claiming([mutant.detail], script)
+    assert tests, f"no test claims {mutant.detail} for {script}"
+    verdict = judge(folder, script, tests, mutant)
+    if mutant.crash:
+        assert verdict.startswith("crashed"), f"{verdict}, but it is said to crash: {mutant.crash}"
+    else:
+        assert verdict == "noticed", f"[{mutant.detail}] {mutant.what} in {script}.py: {verdict}"
+
+
+@pytest.mark.mutation
+@pytest.mark.parametrize("mutant, script", PAIRS, ids=map(label, PAIRS))
+def test_every_mutant_is_noticed(mutant: Mutant, script: str, tmp_path: Path) -> None:
+    check(mutant, script, tmp_path)
+
+
+SAMPLE = [(mutant, mutant.sample) for mutant in MUTANTS if mutant.sample]
+
+
+@pytest.mark.parametrize("mutant, script", SAMPLE, ids=map(label, SAMPLE))
+def test_a_sample_of_mutants_is_noticed(mutant: Mutant, script: str, tmp_path: Path) -> None:
+    check(mutant, script, tmp_path)
+
+
+@pytest.mark.mutation
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_what_claims_a_detail_passes_on_the_script_as_it_is(script: str, tmp_path: Path) -> None:
+    """Otherwise a mutant that is noticed would prove nothing."""
+    marks = sorted({mutant.detail for mutant, name in PAIRS if name == script})
+    assert judge(tmp_path, script, claiming(marks, script), None) == "passed"
+
+
+def test_the_judge_tells_life_death_and_crash_apart(tmp_path: Path) -> None:
+    tests = [test for test in claiming(["8"], "ppo_continuous") if "problem_1" in test]
+    mutant = lambda new: Mutant("8", "ppo_continuous", "", "return -torch.min(", new)
+    for i, (new, verdict) in enumerate(
+        (
+            ("return -torch.minimum(", "passed"),
+            ("return torch.min(", "noticed"),
+            ("return -torch.no_such_function(", "crashed: AttributeError"),
+        )
+    ):
+        folder = tmp_path / str(i)
+        folder.mkdir()
+        assert judge(folder, "ppo_continuous", tests, mutant(new)).startswith(verdict)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_every_mutant_fits_the_script_and_compiles(script: str) -> None:
+    source = (ROOT / f"{script}.py").read_text()
+    for mutant, name in PAIRS:
+        if name == script:
+            assert source.count(mutant.old) == 1, f"[{mutant.detail}] {mutant.what}: {mutant.old!r} must occur once"
+            assert mutant.old != mutant.new
+            compile(source.replace(mutant.old, mutant.new), script, "exec")
+
+
+def test_every_detail_of_every_script_has_mutants() -> None:
+    """One for each mark of each script, two different ones for each detail that several scripts or tests share."""
+    for script in SCRIPTS:
+        missing = set(details.marks(ROOT / f"{script}.py")) - {m.detail for m, name in PAIRS if name == script}
+        assert not missing, f"no mutant in {script}.py for {sorted(missing)}"
+    for detail in [*map(str, range(1, 32)), "S3", *ELEMENTS]:
+        changes = {(mutant.old, mutant.new) for mutant in MUTANTS if mutant.detail == detail}
+        assert len(changes) >= 2, f"{detail} has {len(changes)} mutants"
+
+
+def test_every_number_is_in_a_script_or_excused() -> None:
+    found = {mark for path in details.scripts() for mark in details.marks(path)}
+    assert not found & set(details.NOT_DONE), "excused, and yet a script has it"
+    begun = any(mark.startswith("R") for mark in found)
+    expected = {mark for mark in details.CATALOGUE if begun or not mark.startswith("R")} - ELEMENTS
+    assert not expected - found - set(details.NOT_DONE), "neither marked nor excused in details.NOT_DONE"
