@@ -70,7 +70,7 @@ class Args:
     sft_learning_rate: float = 1e-3  # Adam step size of supervised fine-tuning
     num_pairs: int = 16_000  # comparisons of two answers that the built-in annotators make
     reward_learning_rate: float = 3e-4  # Adam step size of the reward model
-    fit_batch_size: int = 64  # texts or pairs per step of both
+    fit_batch_size: int = 32  # texts or pairs per step of both
     total_episodes: int | float = 10_240  # responses to train PPO on
     batch_size: int = 128  # responses per iteration, over all processes
     num_minibatches: int = 4  # minibatches per epoch; divides the responses of each process
@@ -184,19 +184,8 @@ class Responses:
         """Some of them, without columns that are padding in all; prompts lose some on the left, answers on the right."""
         mask = self.mask[index]
         used = mask.any(0).nonzero()
-        first, last = int(used[0]), int(used[-1]) + 1
-        columns = slice(first, last)
-        return Responses(self.tokens[index, columns], mask[:, columns], self.prompt_columns - first, self.ended[index])
-
-
-def pad_left(texts: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Token lists to tokens and mask [B, longest], padding on the left [R4] [R2]; a padding token may be any."""
-    lengths = torch.tensor([len(text) for text in texts])
-    width = int(lengths.max())
-    mask = torch.arange(width) >= width - lengths[:, None]
-    tokens = torch.zeros(mask.shape, dtype=torch.long)
-    tokens[mask] = torch.tensor([token for text in texts for token in text])
-    return tokens.to(device), mask.to(device)
+        cut = slice(int(used[0]), int(used[-1]) + 1)
+        return Responses(self.tokens[index, cut], mask[:, cut], self.prompt_columns - cut.start, self.ended[index])
 
 
 def attention_inputs(mask: Tensor) -> dict[str, Tensor]:
@@ -255,9 +244,8 @@ class Agent(nn.Module):
         states = hidden_states(self.policy, responses.tokens, responses.mask, self.bf16)[:, before]
         if self.shared:
             return states, self.value(states).squeeze(-1)
-        return states, read_score(
-            self.value, hidden_states(self.value, responses.tokens, responses.mask, self.bf16)[:, before]
-        )
+        value_states = hidden_states(self.value, responses.tokens, responses.mask, self.bf16)[:, before]
+        return states, read_score(self.value, value_states)
 
 
 def log_softmax(policy: Any, states: Tensor, temperature: float) -> Tensor:
@@ -285,7 +273,7 @@ def token_logprobs(policy: Any, states: Tensor, actions: Tensor, temperature: fl
 
 @torch.no_grad()
 def sample_responses(policy: Any, prompts: list[list[int]], length: int, temperature: float, eos: int,
-           bf16: bool = False) -> tuple[Responses, Tensor]:  # fmt: skip
+                     bf16: bool = False) -> tuple[Responses, Tensor]:  # fmt: skip
     """Answer each prompt with up to `length` tokens drawn from softmax(logits / T), whole [R14]; the end stops it [R16].
 
     Returns the responses and the log-probabilities [B, R] with which their tokens were drawn.
@@ -328,13 +316,6 @@ def sft_loss(policy: Any, texts: list[list[int]]) -> Tensor:
 def preference_loss(chosen: Tensor, rejected: Tensor) -> Tensor:
     """-log σ(r(x, chosen) - r(x, rejected)) [R9] (1909.08593 eq. 1 for two answers) of scores [B]; a scalar."""
     return -nn.functional.logsigmoid(chosen - rejected).mean()
-
-
-def pair_scores(model: nn.Module, pairs: list[tuple[list[int], list[int]]]) -> tuple[Tensor, Tensor]:
-    """Scores of the chosen and of the rejected texts of n pairs, [n] each, in one pass."""
-    tokens, mask = pad_left([text for pair in pairs for text in pair], next(model.parameters()).device)
-    chosen, rejected = reward_scores(model, tokens, mask).view(-1, 2).unbind(1)
-    return chosen, rejected
 
 
 def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
@@ -395,8 +376,7 @@ def rollout(args: Args, agent: Agent, reference: Any, score: Callable[[Responses
     raw_scores = score(responses)
     scores = raw_scores - args.missing_eos_penalty * ~responses.ended  # [R17]
     rewards = token_rewards(scores, logprobs, ref_logprobs, real, beta)
-    if args.whiten_rewards:
-        rewards = masked_whiten(rewards, real, shift_mean=False)  # [R23]
+    rewards = masked_whiten(rewards, real, shift_mean=False) if args.whiten_rewards else rewards  # [R23]
     next_values = nn.functional.pad(values[:, 1:], (0, 1))  # 0 after the last token [R24]
     ends = 1.0 - nn.functional.pad(real[:, 1:], (0, 1)).float()
     gae = compute_gae(rewards.T, values.T, next_values.T, ends.T, ends.T, args.gamma, args.gae_lambda)
@@ -464,7 +444,7 @@ def ppo_loss(args: Args, agent: Agent, responses: Responses, per_token: Tensor) 
 def update(args: Args, agent: Agent, optimizer: torch.optim.Optimizer, loss_fn: Callable[..., tuple[Tensor, Tensor]],
            responses: Responses, per_token: Tensor) -> tuple[list[Tensor], int, int]:  # fmt: skip
     """K epochs over the responses [R26]; returns the STATS of each minibatch, the steps taken and the steps skipped."""
-    history, updates, skipped = list[Tensor](), 0, 0
+    history, skipped = list[Tensor](), 0
     group, parameters = optimizer.param_groups[0], list(agent.parameters())
     for index in minibatches(len(responses.tokens), args.num_minibatches, args.update_epochs, per_token.device):
         tokens = global_mean(responses.real[index].sum().float())  # so that each counts the same, wherever it is
@@ -488,8 +468,7 @@ def update(args: Args, agent: Agent, optimizer: torch.optim.Optimizer, loss_fn: 
         group["eps"] = args.adam_eps / (1 - group["betas"][1] ** (int(before) + 1)) ** 0.5  # [R29]
         optimizer.step()
         history.append(stats)
-        updates += 1
-    return history, updates, skipped
+    return history, len(history), skipped
 
 
 def update_beta(beta: float, kl: float, target_kl: float) -> float:
@@ -542,11 +521,11 @@ def train(args: Args) -> dict[str, float]:
         reseed(args.seed, iteration)
         optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - args.anneal_lr * iteration / run.last)  # [4]
         prompts = prompt_batch(task.prompts, iteration, args.batch_size, args.seed)
-        clock = [time.time()]
+        begin = time.time()
         responses, per_token, figures = rollout(args, agent, reference, score, prompts, task.eos, leash.beta)
-        clock.append(time.time())
+        middle = time.time()
         history, updates, skipped = update(args, agent, optimizer, loss_fn, responses, per_token)
-        clock.append(time.time())
+        end = time.time()
         if task.judge:
             figures["gold"] = task.gold(responses).to(device)  # [R31] to look at, never to learn from
         metrics = dict(zip(STATS, torch.stack(history or [torch.full((len(STATS),), np.nan)]).mean(0), strict=True))
@@ -559,8 +538,8 @@ def train(args: Args) -> dict[str, float]:
         metrics["losses/explained_variance"] = 1 - (returns - values).var() / returns.var()
         tokens = float(responses.real.sum())
         metrics |= {"charts/beta": leash.beta, "charts/updates": updates, "charts/skipped_updates": skipped,
-                    "charts/rollout_tokens_per_second": WORLD * tokens / (clock[1] - clock[0]),
-                    "charts/update_tokens_per_second": WORLD * tokens * args.update_epochs / (clock[2] - clock[1])}  # fmt: skip
+                    "charts/rollout_tokens_per_second": WORLD * tokens / (middle - begin),
+                    "charts/update_tokens_per_second": WORLD * tokens * args.update_epochs / (end - middle)}  # fmt: skip
         leash.adapt(args, float(metrics["kl/ref"]))
         if iteration + 1 == run.last or (args.eval_every and (iteration + 1) % args.eval_every == 0):
             run.report(iteration + 1, judged())
@@ -842,6 +821,16 @@ def prompt_batch(prompts: list[list[int]], iteration: int, size: int, seed: int)
     return [prompts[orders[i // len(prompts)][i % len(prompts)]] for i in places]
 
 
+def pad_left(texts: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Token lists to tokens and mask [B, longest], padding on the left [R4] [R2]; a padding token may be any."""
+    lengths = torch.tensor([len(text) for text in texts])
+    width = int(lengths.max())
+    mask = torch.arange(width) >= width - lengths[:, None]
+    tokens = torch.zeros(mask.shape, dtype=torch.long)
+    tokens[mask] = torch.tensor([token for text in texts for token in text])
+    return tokens.to(device), mask.to(device)
+
+
 def as_scorer(policy: Any) -> Any:
     """A GPT2ForSequenceClassification with the policy's trunk."""
     from transformers import GPT2ForSequenceClassification
@@ -899,7 +888,7 @@ def fine_tune(args: Args, task: Task, policy: Any) -> Any:
 
 
 def annotate(args: Args, task: Task, reference: Any) -> list[tuple[list[int], list[int]]]:
-    """Pairs (chosen, rejected) of two answers of π_ref each, chosen with P = σ(2·difference in gold) (Bradley-Terry)."""
+    """Pairs (chosen, rejected) of two answers of π_ref each, chosen with P = σ(3·difference in gold) (Bradley-Terry)."""
     pairs = list[tuple[list[int], list[int]]]()
     while len(pairs) < args.num_pairs:
         prompts = random.choices(task.prompts, k=min(512, args.num_pairs - len(pairs)))
@@ -907,10 +896,17 @@ def annotate(args: Args, task: Task, reference: Any) -> list[tuple[list[int], li
             sample_responses(reference, prompts, args.response_length, args.temperature, task.eos)[0] for _ in range(2)
         ]
         gold, other_gold = (task.gold(responses) for responses in two)
-        prefers = torch.rand(len(prompts)) < (2 * (gold - other_gold)).sigmoid()
+        prefers = torch.rand(len(prompts)) < (3 * (gold - other_gold)).sigmoid()
         texts = zip(*(responses.texts() for responses in two), prefers.tolist(), strict=True)
         pairs += [(a, b) if first else (b, a) for a, b, first in texts]
     return pairs
+
+
+def pair_scores(model: nn.Module, pairs: list[tuple[list[int], list[int]]]) -> tuple[Tensor, Tensor]:
+    """Scores of the chosen and of the rejected texts of n pairs, [n] each, in one pass."""
+    tokens, mask = pad_left([text for pair in pairs for text in pair], next(model.parameters()).device)
+    chosen, rejected = reward_scores(model, tokens, mask).view(-1, 2).unbind(1)
+    return chosen, rejected
 
 
 def normalize_reward(args: Args, task: Task, reference: Any, model: Any) -> None:

@@ -791,7 +791,7 @@ def test_the_judge_weighs_meaning_and_faults(text: str, meaning: float, faults: 
 @pytest.mark.detail("R31")
 def test_annotators_prefer_by_gold_and_training_sees_only_their_choices(monkeypatch: Any) -> None:
     task, policy = rlhf.load_task(rlhf.Args(sft_size=50), CPU)
-    task.judge = lambda text, ended: float(len(text.split()))  # long texts are liked, by 2 nats a word
+    task.judge = lambda text, ended: float(len(text.split()))  # long texts are liked, by 3 nats a word
     random.seed(0)
     torch.manual_seed(0)
     pairs = rlhf.annotate(args(num_pairs=400), task, policy)
@@ -800,7 +800,7 @@ def test_annotators_prefer_by_gold_and_training_sees_only_their_choices(monkeypa
     gaps = [len(task.decode(a).split()) - len(task.decode(b).split()) for a, b in pairs]
     wins = np.mean([g > 0 for g in gaps if g])
     sizes = np.abs([g for g in gaps if g])
-    assert same_prompt == 400 and wins == pytest.approx(np.mean(1 / (1 + np.exp(-2.0 * sizes))), abs=0.06)
+    assert same_prompt == 400 and wins == pytest.approx(np.mean(1 / (1 + np.exp(-3.0 * sizes))), abs=0.06)
     task.judge = None  # rewards need no judge
     model = rlhf.as_scorer(policy)
     score = lambda responses: rlhf.reward_scores(model, responses.tokens, responses.mask)

@@ -1,0 +1,83 @@
+"""`pytest -m faults`: every script stopped at random moments, by three signals, and resumed until it is done."""
+
+import random
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from conftest import SMALL, command, environment, run, scalars
+from test_runs import BUDGET, TOTAL, assert_same_run
+
+pytestmark = pytest.mark.faults
+
+
+def start(name: str, cwd: Path, total: int) -> subprocess.Popen[str]:
+    """A run with a checkpoint every second iteration, once its folder lies there."""
+    process = subprocess.Popen(
+        command(name, *SMALL[name], "--checkpoint-every", 2, BUDGET[name], total),
+        cwd=cwd,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # background jobs inherit that it is ignored
+    )
+    while not list(cwd.glob("runs/*/args.json")):
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.005)
+    return process
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory):
+    """For each script the folder of a run that nobody stopped, and the seconds that it took."""
+    known: dict[str, tuple[Path, float]] = {}
+
+    def get(name: str) -> tuple[Path, float]:
+        if name not in known:
+            cwd = tmp_path_factory.mktemp(name)
+            process = start(name, cwd, TOTAL.get(name, 6400))
+            begin = time.time()
+            output, _ = process.communicate(timeout=400)
+            assert process.returncode == 0, output
+            known[name] = next(cwd.glob("runs/*")), time.time() - begin
+        return known[name]
+
+    return get
+
+
+@pytest.mark.parametrize("moment", range(10))
+@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT], ids=lambda s: s.name)
+def test_a_run_stopped_at_any_moment_is_whole_once_resumed(
+    name: str, sign: signal.Signals, moment: int, alone, tmp_path: Path
+) -> None:
+    expected, seconds = alone(name)
+    when = random.Random(f"{name} {sign} {moment}").uniform(0, 0.95)
+    while True:  # until the signal came before the end
+        process = start(name, tmp_path, TOTAL.get(name, 6400))
+        time.sleep(when * seconds)
+        process.send_signal(sign)
+        output, _ = process.communicate(timeout=200)
+        if process.returncode:
+            break
+        when *= 0.7
+        shutil.rmtree(tmp_path / "runs")
+    assert process.returncode == (-9 if sign == signal.SIGKILL else 130), output
+    (folder,) = (tmp_path / "runs").iterdir()
+    if sign != signal.SIGKILL:
+        assert "interrupted" in output and "Traceback" not in output and not list(folder.glob("*.tmp"))
+    left = subprocess.run(["pgrep", "-f", str(tmp_path)], capture_output=True, text=True).stdout
+    assert not left, "a process has outlived the run"
+    scalars(folder)  # the event file opens
+    resumed = run(name, "--resume", folder, cwd=tmp_path)
+    if resumed.returncode == 2:  # nothing to go on with yet, and it says so
+        assert "holds no checkpoint.pt yet" in resumed.stderr and not (folder / "checkpoint.pt").exists()
+        shutil.rmtree(folder)
+        resumed = run(name, *SMALL[name], "--checkpoint-every", 2, BUDGET[name], TOTAL.get(name, 6400), cwd=tmp_path)
+        (folder,) = (tmp_path / "runs").iterdir()
+    assert resumed.returncode == 0, resumed.stderr
+    assert list((tmp_path / "runs").iterdir()) == [folder] and not list(folder.glob("*.tmp"))
+    assert_same_run(folder, expected)
