@@ -19,6 +19,7 @@ PPO = ["ppo_atari", "ppo_continuous", "ppo_penalty"]
 GAUSSIAN = ["ppo_continuous", "ppo_penalty"]
 CONTROL = [*PPO, "trpo"]  # what plays in environments
 SCRIPTS = [*CONTROL, "rlhf_ppo_gpt2"]
+BUDGET = {**dict.fromkeys(CONTROL, "--total-timesteps"), "rlhf_ppo_gpt2": "--total-episodes"}
 sys.path.insert(0, str(TESTS))  # counting_envs:Trunc-v0
 
 SMALL: dict[str, list[str]] = {  # flags of a run of a few seconds: 4 iterations of 128 steps

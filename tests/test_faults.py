@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import SMALL, command, environment, run, scalars
-from test_runs import BUDGET, TOTAL, assert_same_run
+from conftest import BUDGET, SMALL, command, environment, run, scalars
+from test_runs import TOTAL, assert_same_run
 
 pytestmark = pytest.mark.faults
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT, SMALL, environment, scalars
+from conftest import BUDGET, CONTROL, ROOT, SMALL, environment, scalars
 
 WORKER = """
 import sys, json, torch
@@ -35,6 +35,34 @@ if script.RANK == 0:
     torch.save([flat, script.global_mean(stats)], sys.argv[1])
 else:
     script.global_mean(stats)
+if script.WORLD > 1:
+    dist.barrier()
+    dist.destroy_process_group()
+"""
+
+RLHF = """
+import sys, torch
+sys.path[:0] = [{root!r}, {tests!r}]
+import rlhf_ppo_gpt2 as script
+from test_rlhf import PROMPTS, args, gpt2, scorer
+import torch.distributed as dist
+if script.WORLD > 1:
+    dist.init_process_group("gloo")
+torch.set_num_threads(1)
+agent = script.Agent(gpt2(vocabulary=12), scorer(gpt2(vocabulary=12, seed=3)))
+torch.manual_seed(5)
+responses, _ = script.sample_responses(agent.policy, PROMPTS, 6, 1.0, 0)
+per_token = torch.randn(4, *responses.real.shape)
+white = script.masked_whiten(per_token[1], responses.real)  # of all, as both processes hold all here
+mine = torch.arange(8)[script.RANK :: script.WORLD]  # with unequal numbers of tokens
+part = responses.rows(mine)
+shares = per_token[:, mine][:, :, : part.real.shape[1]]
+assert torch.allclose(script.masked_whiten(shares[1], part.real), white[mine][:, : part.real.shape[1]], atol=1e-5)
+optimizer = torch.optim.Adam(agent.parameters(), 1e-3)
+arguments = args(num_minibatches=1, update_epochs=1, max_grad_norm=1e9)
+history, *_ = script.update(arguments, agent, optimizer, script.ppo_loss, part, shares)
+if script.RANK == 0:
+    torch.save([torch.cat([p.grad.flatten() for p in agent.parameters() if p.grad is not None]), history[0]], sys.argv[1])
 if script.WORLD > 1:
     dist.barrier()
     dist.destroy_process_group()
@@ -110,6 +138,20 @@ def test_two_processes_have_the_gradient_of_one(ppo, tmp_path: Path) -> None:
     torch.testing.assert_close(stats_2, stats_1, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.detail("S2")
+def test_two_processes_have_the_gradient_of_one_on_texts_of_unequal_length(tmp_path: Path) -> None:
+    worker = tmp_path / "worker.py"
+    worker.write_text(RLHF.format(root=str(ROOT), tests=str(ROOT / "tests")))
+    results = []
+    for ranks in (1, 2):
+        result = torchrun(tmp_path, ranks, worker, tmp_path / f"{ranks}.pt")
+        assert result.returncode == 0, result.stderr
+        results.append(torch.load(tmp_path / f"{ranks}.pt"))
+    (gradient_1, stats_1), (gradient_2, stats_2) = results
+    assert float((gradient_2 - gradient_1).norm() / gradient_1.norm()) < 1e-5
+    torch.testing.assert_close(stats_2, stats_1, atol=1e-5, rtol=1e-5)
+
+
 def test_two_processes_have_the_statistics_of_one(gaussian, tmp_path: Path) -> None:
     import numpy as np
 
@@ -131,14 +173,14 @@ def test_torchrun_trains_logs_once_and_resumes(name: str, tmp_path: Path) -> Non
     (folder,) = (tmp_path / "runs").iterdir()
     logged = scalars(folder)
     assert [step for step, _ in logged["losses/value_loss"]] == [128, 256, 384, 512]
-    if name != "ppo_atari":
+    if name not in ("ppo_atari", "rlhf_ppo_gpt2"):
         steps = [step for step, _ in logged["charts/episodic_return"]]
         assert len(steps) == len(set(steps)) == 2 * (256 // 5)  # the episodes of both processes
     assert result.stdout.count("run folder") == 2
-    again = torchrun(tmp_path, 2, script, "--resume", folder, "--total-timesteps", 768)
+    again = torchrun(tmp_path, 2, script, "--resume", folder, BUDGET[name], 768)
     assert again.returncode == 0, again.stderr
     assert [step for step, _ in scalars(folder)["losses/value_loss"]] == [128, 256, 384, 512, 640, 768]
-    assert json.loads((folder / "args.json").read_text())["total_timesteps"] == 768
+    assert json.loads((folder / "args.json").read_text())[BUDGET[name][2:].replace("-", "_")] == 768
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="lists threads as Linux does")
@@ -153,6 +195,7 @@ def test_no_thread_of_the_process_group_outlives_it(script: str, tmp_path: Path)
 
 
 def test_environments_that_do_not_divide_are_refused(name: str, tmp_path: Path) -> None:
-    result = torchrun(tmp_path, 2, ROOT / f"{name}.py", *SMALL[name], "--num-envs", 3)
-    assert result.returncode != 0 and "--num-envs 3 must be a multiple of the 2 processes" in result.stderr
+    flag = "--num-envs" if name in CONTROL else "--batch-size"
+    result = torchrun(tmp_path, 2, ROOT / f"{name}.py", *SMALL[name], flag, 3)
+    assert result.returncode != 0 and f"{flag} 3 must be a multiple of the 2 processes" in result.stderr
     assert not (tmp_path / "runs").exists()

@@ -14,10 +14,9 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import CONTROL, GAUSSIAN, MODULES, ROOT, SMALL, command, environment, run, run_small, scalars
+from conftest import BUDGET, CONTROL, GAUSSIAN, MODULES, ROOT, SMALL, command, environment, run, run_small, scalars
 
 TIMING = {"charts/SPS", "charts/rollout_tokens_per_second", "charts/update_tokens_per_second"}
-BUDGET = {name: "--total-timesteps" for name in CONTROL} | {"rlhf_ppo_gpt2": "--total-episodes"}
 
 
 def checkpoint(folder: Path) -> dict[str, Any]:
