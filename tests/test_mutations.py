@@ -45,6 +45,7 @@ def claiming(marks: list[str], script: str) -> list[str]:
 SERVER = """
 import json, os, signal, sys
 import ale_py.vector_env, gymnasium, hypothesis, pytest, tensorboard, torch, tqdm, tyro  # once, which saves seconds per mutant
+import tokenizers, torch._dynamo, transformers.models.gpt2.modeling_gpt2, transformers.models.auto
 for line in sys.stdin:
     folder, arguments = json.loads(line)
     child = os.fork()
@@ -152,11 +153,11 @@ def test_every_mutant_fits_the_script_and_compiles(script: str) -> None:
 
 
 def test_every_detail_of_every_script_has_mutants() -> None:
-    """One for each mark of each script, two different ones for each detail that several scripts or tests share."""
+    """One for each mark of each script, two different ones for each detail that several scripts share, and of RLHF."""
     for script in SCRIPTS:
         missing = set(details.marks(ROOT / f"{script}.py")) - {m.detail for m, name in PAIRS if name == script}
         assert not missing, f"no mutant in {script}.py for {sorted(missing)}"
-    for detail in [*map(str, range(1, 32)), "S3", *ELEMENTS]:
+    for detail in [*map(str, range(1, 32)), "S3", *ELEMENTS, *details.RLHF]:
         changes = {(mutant.old, mutant.new) for mutant in MUTANTS if mutant.detail == detail}
         assert len(changes) >= 2, f"{detail} has {len(changes)} mutants"
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import MODULES
+from conftest import MODULES, SMALL
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, GPT2Config, GPT2ForSequenceClassification, GPT2LMHeadModel
 
@@ -95,12 +95,15 @@ def test_the_mask_comes_from_lengths_and_not_from_tokens(answered: Any) -> None:
 
 @pytest.mark.detail("R4")
 @pytest.mark.detail("R15")
+@pytest.mark.detail("R30")
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_padded_rows_score_as_each_text_does_alone(answered: Any, temperature: float) -> None:
     agent, reference, responses = answered
-    _, per_token, _ = fixed_rollout(agent, reference, responses, args(temperature=temperature))
+    _, per_token, figures = fixed_rollout(agent, reference, responses, args(temperature=temperature))
     for row, (prompt, answer) in enumerate(texts(responses)):
         alone = plain_logprobs(agent.policy, prompt, answer, temperature)
+        distance = (alone - plain_logprobs(reference, prompt, answer, temperature)).sum()
+        assert float(figures["kl/ref"][row]) == pytest.approx(float(distance), abs=1e-4)
         torch.testing.assert_close(per_token[0, row, : len(answer)], alone, atol=1e-5, rtol=1e-5)
         assert not per_token[0, row, len(answer) :].any()
 
@@ -177,7 +180,9 @@ def write(path: Path, rows: list[dict[str, Any]]) -> Path:
     return path
 
 
+@pytest.mark.detail("R1")
 @pytest.mark.detail("R6")
+@pytest.mark.detail("R13")
 def test_strings_are_joined_before_they_become_tokens(tmp_path: Path) -> None:
     """With a tokenizer that has a token for what arises only at the joint."""
     from tokenizers import Tokenizer, models
@@ -218,7 +223,7 @@ def test_the_score_is_read_at_the_last_real_token_of_prompt_and_response(answere
     """Against what transformers gives for one text without padding, from a saved folder; gain and bias are in its config."""
     _, _, responses = answered
     scorer(gpt2(vocabulary=12, seed=3)).save_pretrained(tmp_path)
-    loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()
+    loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path).eval().requires_grad_(False)
     scores = rlhf.reward_scores(rlhf.still(loaded), responses.tokens, responses.mask)
     for row, (prompt, answer) in enumerate(texts(responses)):
         logit = float(loaded(torch.tensor([prompt + answer])).logits)
@@ -233,9 +238,10 @@ def test_the_new_head_is_normal_with_variance_one_over_width_plus_one(monkeypatc
     monkeypatch.setattr(rlhf, "fit", lambda *_: 0.0)
     reference = gpt2(width=1024, vocabulary=20)
     task = rlhf.Task(None, [[1]], [[1]], [], [([1, 2], [1, 3])] * 20, None)
-    weight = rlhf.train_reward_model(rlhf.Args(), task, reference).score.weight
+    weight = rlhf.train_reward_model(rlhf.Args(), task, reference).score.weight.detach()
     assert weight.shape == (1, 1024) and float(weight.std()) == pytest.approx(1025**-0.5, rel=0.1)
     assert abs(float(weight.mean())) < 4 / 1024
+    assert float((weight / weight.std()).pow(4).mean()) == pytest.approx(3, abs=0.6)  # 1.8 if it were uniform
 
 
 @pytest.mark.detail("R9")
@@ -255,17 +261,19 @@ def test_preferences_follow_bradley_and_terry() -> None:
 
 @pytest.mark.detail("R9")
 @pytest.mark.detail("R12")
-def test_accuracy_is_counted_on_pairs_that_were_never_trained_on(monkeypatch: Any) -> None:
+@pytest.mark.parametrize(("count", "held_out"), [(50, 5), (700, 70)])
+def test_accuracy_is_counted_on_pairs_that_were_never_trained_on(monkeypatch: Any, count: int, held_out: int) -> None:
     reference = gpt2(vocabulary=20)
-    pairs = [([1, i % 19 + 1, 2], [3, (7 * i) % 19 + 1]) for i in range(50)]
+    rng = random.Random(0)
+    pairs = [([1, rng.randint(1, 19), 2], [3, rng.randint(1, 19)]) for _ in range(count)]
     trained: list[Any] = []
     monkeypatch.setattr(rlhf, "fit", lambda args, model, loss, samples, lr: trained.extend(samples))
     model = rlhf.train_reward_model(rlhf.Args(), rlhf.Task(None, [[1]], [[1]], [], pairs, None), reference)
-    assert trained == pairs[5:]
+    assert trained == pairs[held_out:]
     right = [
-        float(model(torch.tensor([a])).logits) > float(model(torch.tensor([b])).logits) for a, b in pairs[:5]
+        float(model(torch.tensor([a])).logits) > float(model(torch.tensor([b])).logits) for a, b in pairs[:held_out]
     ]  # one text at a time
-    assert model.config.reward_model_accuracy == pytest.approx(sum(right) / 5)
+    assert model.config.reward_model_accuracy == pytest.approx(sum(right) / held_out)
 
 
 @pytest.mark.detail("R9")
@@ -290,13 +298,18 @@ def test_fitting_uses_each_sample_once_in_a_random_order_with_falling_steps(monk
     assert rates == pytest.approx([0.1 * (1 - i / 6) for i in range(6)])
 
 
+def task_of(prompts: list[list[int]]) -> Any:
+    """A task without a tokenizer, whose end is the token 0."""
+    task = rlhf.Task(None, prompts, prompts, [], [], None)
+    task.__class__ = type("Task", (rlhf.Task,), {"eos": 0})
+    return task
+
+
 @pytest.mark.detail("R11")
 def test_scores_of_the_start_policy_have_mean_0_and_variance_1(tmp_path: Path) -> None:
     reference = gpt2(vocabulary=12, spread=2.0)
-    task = rlhf.Task(None, PROMPTS, PROMPTS, [], [], None)
-    task.__class__ = type("Task", (rlhf.Task,), {"eos": 0})
     model = scorer(reference, gain=1.0, bias=0.0)
-    rlhf.normalize_reward(args(), task, reference, model)
+    rlhf.normalize_reward(args(), task_of(PROMPTS), reference, model)
     model.save_pretrained(tmp_path)
     again = GPT2ForSequenceClassification.from_pretrained(tmp_path)
     torch.manual_seed(77)
@@ -318,6 +331,12 @@ def test_the_end_is_learnt_and_padding_is_not() -> None:
         logits = model(torch.tensor([text])).logits[0, :-1]
         expected += torch.nn.functional.cross_entropy(logits, torch.tensor(text[1:]), reduction="none").tolist()
     assert float(rlhf.sft_loss(model, samples)) == pytest.approx(sum(expected) / len(expected), rel=1e-5)
+
+
+@pytest.mark.detail("R13")
+def test_the_texts_of_the_built_in_task_end() -> None:
+    task = rlhf.builtin_task(rlhf.Args(sft_size=50))
+    assert len(task.texts) == 50 and all(t[-1] == task.eos and t.count(task.eos) == 1 for t in task.texts)
 
 
 # ------------------------------------------------------------------------------------------------ sampling
@@ -346,6 +365,7 @@ def test_tokens_are_drawn_from_the_whole_softmax_at_its_temperature(temperature:
 
 
 @pytest.mark.detail("R14")
+@pytest.mark.detail("R3")
 @pytest.mark.detail("R4")
 def test_the_cache_and_the_padding_do_not_change_what_is_drawn(answered: Any) -> None:
     agent, *_ = answered
@@ -361,6 +381,7 @@ def test_the_first_end_stops_an_answer_and_is_part_of_it(answered: Any) -> None:
     _, _, responses = answered
     for row, (_, answer) in enumerate(texts(responses)):
         assert int(responses.real[row].sum()) == len(answer)
+        assert answer[-1] == 0 or len(answer) == 6  # an end alone makes it shorter than asked
         assert bool(responses.ended[row]) == (answer[-1] == 0) == (0 in answer)
     sure = gpt2(vocabulary=12)
     with torch.no_grad():
@@ -373,12 +394,11 @@ def test_the_first_end_stops_an_answer_and_is_part_of_it(answered: Any) -> None:
 @pytest.mark.detail("R17")
 def test_a_response_without_end_loses_the_penalty_and_no_other_does(answered: Any) -> None:
     agent, reference, responses = answered
-    kept = {}
     for penalty in (0.0, 10.0):
         _, _, figures = fixed_rollout(agent, reference, responses, args(missing_eos_penalty=penalty))
-        kept[penalty] = figures["score"]
         assert figures["proxy"].tolist() == list(range(8))
-    assert (kept[0.0] - kept[10.0]).tolist() == [0.0 if ended else 10.0 for ended in responses.ended]
+        expected = [i - penalty * (answer[-1] != 0) for i, (_, answer) in enumerate(texts(responses))]
+        assert figures["score"].tolist() == expected
 
 
 @pytest.mark.detail("R18")
@@ -390,6 +410,20 @@ def test_no_dropout_in_any_mode(tmp_path: Path) -> None:
     assert torch.equal(model(tokens).logits, model(tokens).logits)
     for part in (rlhf.as_scorer(gpt2(dropout=0.5)), rlhf.load_task(rlhf.Args(sft_size=10), CPU)[1]):
         assert not any(module.p for module in part.modules() if isinstance(module, torch.nn.Dropout))
+
+
+@pytest.mark.detail("R18")
+def test_dropout_neither_comes_back_from_a_file_nor_with_a_reward_model_that_is_given(tmp_path: Path) -> None:
+    rates = lambda model: {module.p for module in model.modules() if isinstance(module, torch.nn.Dropout)}
+    reference = gpt2(vocabulary=12, dropout=0.5)
+    rlhf.still(reference).save_pretrained(tmp_path / "policy")
+    assert rates(GPT2LMHeadModel.from_pretrained(tmp_path / "policy")) == {0.0}
+    config = GPT2Config(vocab_size=12, n_positions=40, n_embd=16, resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5)
+    config.update({"n_layer": 1, "n_head": 2, "num_labels": 1, "reward_gain": 1.0, "reward_bias": 0.0})
+    GPT2ForSequenceClassification(config).save_pretrained(tmp_path / "given")
+    assert 0.5 in rates(GPT2ForSequenceClassification.from_pretrained(tmp_path / "given"))
+    model = rlhf.make_reward_model(args(reward_model=str(tmp_path / "given")), task_of(PROMPTS), reference)
+    assert rates(model) == {0.0}
 
 
 # ------------------------------------------------------------------------------------------------ the value function
@@ -474,14 +508,16 @@ def test_rewards_are_whitened_only_when_asked(answered: Any) -> None:
     assert not torch.allclose(first, white[:, 0])
 
 
+@pytest.mark.detail("R17")
+@pytest.mark.detail("R21")
 @pytest.mark.detail("R24")
 @pytest.mark.detail("R25")
 @pytest.mark.parametrize("lam", [1.0, 0.95, 0.0])
 def test_returns_and_advantages_by_sums_over_the_tokens_to_come(answered: Any, lam: float) -> None:
-    """γ = 1 and nothing after the last token: G_t^λ written out, then advantages of mean 0 and variance 1."""
+    """γ = 1 and nothing after the last token: G_t^λ written out, then advantages of mean 0 and variance 1; 0.95 by default."""
     agent, reference, responses = answered
     scores = torch.randn(8)
-    arguments = args(gae_lambda=lam, missing_eos_penalty=0.5)
+    arguments = args(missing_eos_penalty=0.5, **({} if lam == 0.95 else {"gae_lambda": lam}))
     _, per_token, _ = fixed_rollout(agent, reference, responses, arguments, lambda _: scores, beta=0.3)
     _, values = agent(responses)
     raw = []
@@ -559,6 +595,18 @@ def test_the_loss_and_its_statistics_are_means_over_real_tokens(answered: Any) -
     assert rlhf.STATS[0] == "losses/value_loss" and rlhf.STATS[3:5] == ["kl/old_k1", "kl/old"]
 
 
+@pytest.mark.detail("R15")
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_the_loss_scores_at_the_temperature_of_the_sampler(answered: Any, temperature: float) -> None:
+    """Old log-probabilities come from one text at a time: at the same temperature nothing has moved."""
+    agent, _, responses = answered
+    per_token = torch.zeros(4, *responses.real.shape)
+    for row, (prompt, answer) in enumerate(texts(responses)):
+        per_token[0, row, : len(answer)] = plain_logprobs(agent.policy, prompt, answer, temperature)
+    _, stats = rlhf.ppo_loss(args(temperature=temperature), agent, responses, per_token)
+    assert stats[3:].abs().max() < 1e-5  # both estimates of the KL, and the clip fraction
+
+
 def optimizer_of(agent: Any, lr: float = 1e-3) -> torch.optim.Optimizer:
     return torch.optim.Adam(agent.parameters(), lr, eps=1e-5)
 
@@ -615,13 +663,16 @@ def test_the_first_ratio_is_one(answered: Any) -> None:
         assert float((ratio - 1).abs().max()) < 1e-5
 
 
+@pytest.mark.detail("R26")
 @pytest.mark.detail("R28")
 @pytest.mark.detail("R29")
 @pytest.mark.detail("3")
-def test_two_steps_of_adam_with_epsilon_where_tensorflow_has_it(answered: Any) -> None:
-    """θ -= lr·sqrt(1 - β2^t) / (1 - β1^t) · m / (sqrt(v) + ε), with an ε so large that its place matters."""
+@pytest.mark.parametrize("epsilon", [0.01, 1e-5])
+def test_two_steps_of_adam_with_epsilon_where_tensorflow_has_it(answered: Any, epsilon: float) -> None:
+    """θ -= lr·sqrt(1 - β2^t) / (1 - β1^t) · m / (sqrt(v) + ε), also with an ε so large that its place matters; 1e-5 by default."""
     agent, reference, responses = answered
-    arguments = args(num_minibatches=1, update_epochs=2, adam_eps=0.01, max_grad_norm=1e9)
+    changes = {} if epsilon == 1e-5 else {"adam_eps": epsilon}
+    arguments = args(num_minibatches=1, update_epochs=2, max_grad_norm=1e9, **changes)
     _, per_token, _ = fixed_rollout(agent, reference, responses, arguments)
     grads: list[Tensor] = []
 
@@ -635,7 +686,7 @@ def test_two_steps_of_adam_with_epsilon_where_tensorflow_has_it(answered: Any) -
     m, v = torch.zeros_like(theta), torch.zeros_like(theta)
     for t, g in enumerate(grads, 1):
         m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g.square()
-        theta = theta - 0.01 * (1 - 0.999**t) ** 0.5 / (1 - 0.9**t) * m / (v.sqrt() + 0.01)
+        theta = theta - 0.01 * (1 - 0.999**t) ** 0.5 / (1 - 0.9**t) * m / (v.sqrt() + epsilon)
     torch.testing.assert_close(agent.policy.lm_head.weight.detach(), theta, atol=1e-7, rtol=1e-5)
 
 
@@ -746,6 +797,57 @@ def test_ppo_closes_the_gap_to_the_best_regularised_reward() -> None:
         rlhf.update(arguments, agent, optimizer, rlhf.ppo_loss, responses, per_token)
     closed = (objective(agent.policy) - start) / (best - start)
     assert best - start > 0.3 and 0.97 < closed < 1
+
+
+# ------------------------------------------------------------------------------------------------ a short run
+
+
+@pytest.fixture(scope="module")
+def short_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
+    """The folder of a run of one iteration of the built-in task, and the responses and figures of each of its rollouts."""
+    seen: list[Any] = []
+    original = rlhf.rollout
+
+    def rollout(*inputs: Any) -> Any:
+        responses, per_token, figures = original(*inputs)
+        seen.append((responses, dict(figures)))
+        return responses, per_token, figures
+
+    cwd = tmp_path_factory.mktemp("short")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rlhf, "rollout", rollout)
+        flags = [*SMALL["rlhf_ppo_gpt2"], "--total-episodes", "128", "--run-dir", str(cwd)]
+        rlhf.train(rlhf.parse_args(flags))
+    (folder,) = cwd.iterdir()
+    return folder, seen
+
+
+@pytest.mark.detail("R1")
+@pytest.mark.detail("R31")
+def test_ppo_learns_from_the_saved_reward_model_which_reads_whole_texts(short_run: Any) -> None:
+    """Self-check, evaluation, iteration, evaluation: each score is transformers' for the one text, whatever the judge says."""
+    folder, seen = short_run
+    model = GPT2ForSequenceClassification.from_pretrained(folder / "reward_model").eval()
+    assert len(seen) == 4
+    for responses, figures in seen:
+        for tokens, mask, score in list(zip(responses.tokens, responses.mask, figures["proxy"], strict=True))[:8]:
+            with torch.no_grad():
+                logit = float(model(tokens[mask][None]).logits)
+            assert float(score) == pytest.approx(model.config.reward_gain * logit + model.config.reward_bias, abs=1e-4)
+
+
+@pytest.mark.detail("R20")
+def test_policy_and_value_learn_from_where_they_start(short_run: Any) -> None:
+    """Each weight is within some Adam steps of the model it was copied from; most have left it."""
+    folder, _ = short_run
+    agent = torch.load(folder / "checkpoint.pt", weights_only=True)["agent"]
+    for part, start, kind in (
+        ("policy", "sft", GPT2LMHeadModel),
+        ("value", "reward_model", GPT2ForSequenceClassification),
+    ):
+        before = kind.from_pretrained(folder / start).state_dict()
+        moves = torch.cat([(agent[f"{part}.{key}"] - value).abs().flatten() for key, value in before.items()])
+        assert float(moves.max()) < 3e-3 and float((moves > 0).float().mean()) > 0.5, part
 
 
 # ------------------------------------------------------------------------------------------------ the built-in task
