@@ -683,8 +683,8 @@ class Run:
 
     def save(self, name: str, **parts: Any) -> None:
         """Write a file whole or not at all: aside, to the disk, then renamed. It holds tensors, numbers and strings."""
-        weights = torch.cat([p.detach().reshape(-1) for p in self.parts["agent"].parameters()])
         if WORLD > 1:
+            weights = torch.cat([p.detach().reshape(-1) for p in self.parts["agent"].parameters()])
             low, high = weights.clone(), weights.clone()
             dist.all_reduce(low, dist.ReduceOp.MIN)
             dist.all_reduce(high, dist.ReduceOp.MAX)

@@ -18,7 +18,7 @@
     python rlhf_ppo_gpt2.py --resume runs/FOLDER                     go on after an interruption, exactly
     python rlhf_ppo_gpt2.py --evaluate runs/FOLDER                   answer prompts with the saved policy
 
-[Rn] marks detail n of RLHF with PPO, [n] detail n of PPO (see DETAILS.md); eq. and § are the papers'.
+[Rn] marks detail n of RLHF with PPO, [n] detail n of PPO (DETAILS.md); eq. and § without a number are 1707.06347's.
 Shapes: B = responses of this process, P = prompt columns, R = response columns, V = vocabulary, d = width.
 An action is a token, an episode a response, log-probabilities are in nats.
 """
@@ -100,8 +100,8 @@ class Args:
     device: str = "auto"  # auto (CUDA if there is one), cpu, cuda, cuda:1 or mps
     cuda: bool = True  # --no-cuda means cpu
     torch_deterministic: bool = True  # deterministic cuDNN kernels; --no-... lets cuDNN choose the fastest
-    compile: bool = False  # torch.compile of the loss
-    bf16: bool = False  # networks in bfloat16 (autocast), other matrix products in TF32
+    compile: bool = False  # torch.compile of the networks' blocks
+    bf16: bool = False  # PPO's networks in bfloat16 (autocast), other matrix products in TF32
     exp_name: str = "rlhf_ppo_gpt2"  # name of the experiment, part of the folder's name
     run_dir: str = "runs"  # where run folders are made
     checkpoint_every: int = 20  # iterations; 0 never
@@ -233,10 +233,9 @@ class Agent(nn.Module):
     def __init__(self, policy: Any, value: nn.Module | None, bf16: bool = False):
         super().__init__()
         self.policy, self.bf16 = policy, bf16
-        head = nn.Linear(policy.config.n_embd, 1).to(policy.device)
-        for parameter in head.parameters():
+        self.shared, self.value = value is None, value or nn.Linear(policy.config.n_embd, 1).to(policy.device)
+        for parameter in self.value.parameters() if self.shared else ():
             nn.init.zeros_(parameter)
-        self.shared, self.value = value is None, value or head
 
     def forward(self, responses: Responses) -> tuple[Tensor, Tensor]:
         """Policy states [B, R, d] and values [B, R] from which each response token was, or is to be, chosen."""
@@ -288,6 +287,7 @@ def sample_responses(policy: Any, prompts: list[list[int]], length: int, tempera
             out = policy.transformer(step, cache=cache, use_cache=True, **inputs)
         cache = out.cache
         logp = log_softmax(policy, out.last_hidden_state[:, -1].float(), temperature)
+        require_finite(logp[:, 0], "a log-probability of the policy")
         step = torch.multinomial(logp.exp(), 1)
         tokens[rows, column], mask[rows, column] = step[:, 0], True
         logprobs[rows, column - columns] = logp.gather(1, step)[:, 0]
@@ -364,7 +364,7 @@ def rollout(args: Args, agent: Agent, reference: Any, score: Callable[[Responses
     responses, _ = sample_responses(agent.policy, prompts, args.response_length, args.temperature, eos, args.bf16)
     real = responses.real
     logprobs, ref_logprobs, exact_kl, values = per_token = torch.zeros(4, *real.shape, device=real.device)
-    for index in real.sum(1).argsort().split(args.micro_batch_size or len(real)):  # of like length, so little padding
+    for index in torch.arange(len(real), device=real.device).split(args.micro_batch_size or len(real)):
         part = responses.rows(index)
         states, part_values = agent(part)
         ref_states = hidden_states(reference, part.tokens, part.mask, args.bf16)[:, part.prompt_columns - 1 : -1]
@@ -374,6 +374,7 @@ def rollout(args: Args, agent: Agent, reference: Any, score: Callable[[Responses
         wide[:, :, : part.real.shape[1]][:, part.real] = torch.cat([compared, part_values[part.real][None]])
         per_token[:, index] = wide
     raw_scores = score(responses)
+    require_finite(raw_scores, "a score of the reward model")
     scores = raw_scores - args.missing_eos_penalty * ~responses.ended  # [R17]
     rewards = token_rewards(scores, logprobs, ref_logprobs, real, beta)
     rewards = masked_whiten(rewards, real, shift_mean=False) if args.whiten_rewards else rewards  # [R23]
@@ -388,7 +389,7 @@ def rollout(args: Args, agent: Agent, reference: Any, score: Callable[[Responses
         "kl/ref_k3": ((-logratio).exp() - 1 + logratio).sum(1), "kl/ref_exact": exact_kl.sum(1),
         "return": scores - beta * logratio.sum(1),
     }  # fmt: skip
-    return responses, torch.stack([logprobs, advantages, torch.where(real, returns, 0.0), values]), figures
+    return responses, torch.stack([logprobs, advantages, returns, values]), figures
 
 
 def compare(policy: Any, reference: Any, states: Tensor, ref_states: Tensor, actions: Tensor, temperature: float) -> Tensor:  # fmt: skip
@@ -464,8 +465,8 @@ def update(args: Args, agent: Agent, optimizer: torch.optim.Optimizer, loss_fn: 
         if not (norm.isfinite() and stats.isfinite().all()):
             skipped += 1
             continue
-        before = optimizer.state.get(parameters[0], {}).get("step", 0)
-        group["eps"] = args.adam_eps / (1 - group["betas"][1] ** (int(before) + 1)) ** 0.5  # [R29]
+        group["steps"] = group.get("steps", 0) + 1  # a checkpoint keeps it, too
+        group["eps"] = args.adam_eps / (1 - group["betas"][1] ** group["steps"]) ** 0.5  # [R29]
         optimizer.step()
         history.append(stats)
     return history, len(history), skipped
@@ -477,9 +478,9 @@ def update_beta(beta: float, kl: float, target_kl: float) -> float:
     return min(max(beta * factor, 1e-4), 1e4) if beta else 0.0
 
 
-def proportional_beta(beta: float, kl: float, target_kl: float, episodes: float) -> float:
-    """β after `episodes` / horizon of a horizon: β(1 + e·n/horizon) with e = KL / target - 1 within ±0.2 [R22] (§2.2)."""
-    return beta * (1 + min(max(kl / target_kl - 1, -0.2), 0.2) * episodes)
+def proportional_beta(beta: float, kl: float, target_kl: float, horizons: float) -> float:
+    """β(1 + e·`horizons`) with e = KL / target - 1 within ±0.2 [R22] (1909.08593 §2.2); `horizons` is n / horizon, at most 1."""
+    return beta * (1 + min(max(kl / target_kl - 1, -0.2), 0.2) * horizons)
 
 
 def train_reward_model(args: Args, task: Task, reference: Any) -> Any:
@@ -487,11 +488,11 @@ def train_reward_model(args: Args, task: Task, reference: Any) -> Any:
     model = as_scorer(reference)
     nn.init.normal_(model.score.weight, std=(model.config.n_embd + 1) ** -0.5)  # [R8]; it has no bias
     pairs = task.pairs or annotate(args, task, reference)
-    held_out = pairs[: -(-len(pairs) // 10)]
-    fit(args, model, lambda batch: preference_loss(*pair_scores(model, batch)), pairs[len(held_out) :], args.reward_learning_rate)  # fmt: skip
-    with torch.no_grad():
-        right = [chosen > rejected for chosen, rejected in (pair_scores(model, held_out[i : i + 64]) for i in range(0, len(held_out), 64))]  # fmt: skip
-    model.config.reward_model_accuracy = float(torch.cat(right).float().mean())  # [R12]
+    pairs = random.sample(pairs, len(pairs))  # files may be sorted
+    held_out, rest = pairs[: -(-len(pairs) // 10)], pairs[-(-len(pairs) // 10) :]
+    loss = lambda batch: (preference_loss(*pair_scores(model, batch)), len(batch))
+    fit(args, model, loss, rest, args.reward_learning_rate)
+    model.config.reward_model_accuracy = accuracy(model, held_out)  # [R12]
     return model
 
 
@@ -502,15 +503,14 @@ def train(args: Args) -> dict[str, float]:
     run = Run(args, device)
     reference = run.stage("sft", lambda: fine_tune(args, task, policy), task)
     reward_model = run.stage("reward_model", lambda: make_reward_model(args, task, reference), task)
-    value = copy.deepcopy(reward_model) if args.value_model == "separate" else None
-    agent = Agent(copy.deepcopy(reference), value, args.bf16).to(device)
+    agent = make_agent(args, reference, reward_model)
     for frozen in (reference, reward_model):
         frozen.requires_grad_(False)  # [R19]
     optimizer = torch.optim.Adam(agent.parameters(), args.learning_rate, eps=args.adam_eps, fused=True)  # [3] [R28]
     leash = Leash(args.beta)
     run.restore(agent=agent, optimizer=optimizer, leash=leash)
     score = lambda responses: reward_scores(reward_model, responses.tokens, responses.mask, args.bf16)
-    loss_fn = run.compile(ppo_loss)
+    run.compile(agent)
     judged = lambda: measure(args, task, agent, reference, score)
     if not run.first:
         self_check(args, task, agent, reference, reward_model, score)
@@ -524,10 +524,11 @@ def train(args: Args) -> dict[str, float]:
         begin = time.time()
         responses, per_token, figures = rollout(args, agent, reference, score, prompts, task.eos, leash.beta)
         middle = time.time()
-        history, updates, skipped = update(args, agent, optimizer, loss_fn, responses, per_token)
+        history, updates, skipped = update(args, agent, optimizer, ppo_loss, responses, per_token)
         end = time.time()
-        if task.judge:
-            figures["gold"] = task.gold(responses).to(device)  # [R31] to look at, never to learn from
+        figures |= (
+            {"gold": task.gold(responses).to(device)} if task.judge else {}
+        )  # [R31] to look at, not to learn from
         metrics = dict(zip(STATS, torch.stack(history or [torch.full((len(STATS),), np.nan)]).mean(0), strict=True))
         for name, values in figures.items():
             mean, square = global_mean(torch.stack([values.mean(), values.square().mean()]))
@@ -539,7 +540,7 @@ def train(args: Args) -> dict[str, float]:
         tokens = float(responses.real.sum())
         metrics |= {"charts/beta": leash.beta, "charts/updates": updates, "charts/skipped_updates": skipped,
                     "charts/rollout_tokens_per_second": WORLD * tokens / (middle - begin),
-                    "charts/update_tokens_per_second": WORLD * tokens * args.update_epochs / (end - middle)}  # fmt: skip
+                    "charts/update_tokens_per_second": WORLD * tokens * (updates + skipped) / args.num_minibatches / (end - middle)}  # fmt: skip
         leash.adapt(args, float(metrics["kl/ref"]))
         if iteration + 1 == run.last or (args.eval_every and (iteration + 1) % args.eval_every == 0):
             run.report(iteration + 1, judged())
@@ -559,7 +560,8 @@ POSITIVE = """prompt_length response_length temperature sft_size num_pairs fit_b
     micro_batch_size update_epochs adam_eps max_grad_norm target_kl kl_target kl_horizon eval_episodes""".split()
 FRACTIONS = "gamma gae_lambda min_accuracy".split()
 PACKAGES = {"track": "wandb"}  # what a flag needs
-MAY_CHANGE = """total_episodes device cuda checkpoint_every eval_every resume evaluate eval_episodes self_check track
+MAY_CHANGE = """total_episodes device cuda checkpoint_every eval_every resume evaluate eval_episodes self_check min_accuracy
+    track
     wandb_project_name wandb_entity""".split()  # with --resume; any other would make it another run
 
 
@@ -570,6 +572,11 @@ class UsageError(Exception):
 def require(condition: object, sentence: str) -> None:
     if not condition:
         raise UsageError(sentence)
+
+
+def require_finite(x: Tensor, what: str) -> None:
+    if not x.isfinite().all():
+        raise FloatingPointError(f"{what} is not finite; lower the learning rates")
 
 
 def check_args(args: Args) -> None:
@@ -593,6 +600,8 @@ def check_args(args: Args) -> None:
     if args.evaluate:
         return require(WORLD == 1, "--evaluate answers in one process")
     require(args.batch_size % WORLD == 0, f"--batch-size {args.batch_size} must be a multiple of the {WORLD} processes")
+    require(args.beta_controller != "proportional" or args.kl_horizon >= args.batch_size,
+            f"--kl-horizon {args.kl_horizon} must be at least batch-size = {args.batch_size}")  # fmt: skip
     require(args.fit_batch_size >= WORLD, f"--fit-batch-size {args.fit_batch_size} must be at least {WORLD}")
     require(args.batch_size // WORLD % args.num_minibatches == 0, f"--num-minibatches {args.num_minibatches} must divide"
             f" batch-size = {args.batch_size // WORLD} in each process")  # fmt: skip
@@ -691,9 +700,18 @@ def load_task(args: Args, device: torch.device) -> tuple[Task, Any]:
     else:
         policy = load_model(args.model, transformers.AutoModelForCausalLM, "--model")
         task = file_task(args, load_model(args.model, transformers.AutoTokenizer, "--model"))
+        policy.config.sft_loss = None  # that of another run, perhaps
+        size = policy.config.vocab_size
+        require(
+            len(task.tokenizer) <= size, f"--model {args.model}: its tokenizer has more tokens than the model's {size}"
+        )
+    check_room(args, policy)
+    return task, still(policy).to(device)
+
+
+def check_room(args: Args, policy: Any) -> None:
     room, needed = policy.config.n_positions, args.prompt_length + args.response_length
     require(needed <= room, f"--prompt-length + --response-length = {needed} exceeds the model's {room} positions")
-    return task, still(policy).to(device)
 
 
 def still(model: Any) -> Any:
@@ -710,6 +728,14 @@ def still(model: Any) -> Any:
         for block in model.transformer.h:
             block.mlp.act = nn.GELU(approximate="tanh")
     return model.eval()
+
+
+def load_stage(folder: Path, device: torch.device) -> Any:
+    """A model that a run has saved in its folder."""
+    from transformers import GPT2ForSequenceClassification, GPT2LMHeadModel
+
+    kind = GPT2ForSequenceClassification if folder.name == "reward_model" else GPT2LMHeadModel
+    return still(kind.from_pretrained(folder, attn_implementation="sdpa")).to(device)
 
 
 def load_model(name: str, kind: Any, flag: str) -> Any:
@@ -744,25 +770,30 @@ def load_model(name: str, kind: Any, flag: str) -> Any:
 
 def read_rows(source: str, flag: str, *keys: str) -> list[list[str]]:
     """The strings under `keys` in each row of a JSONL file or of hf:dataset:split."""
+    number = 0
     try:
         if source.startswith("hf:"):
             from datasets import load_dataset
 
-            _, name, split = source.rsplit(":", 2) if source.count(":") > 1 else (*source.split(":"), "train")
-            rows = list(load_dataset(name, split=split))
-        else:
-            lines = Path(source).read_text(encoding="utf-8").splitlines()
-            rows = [json.loads(line) for line in lines if line.strip()]
-        texts = [[row[key] for key in keys] for row in rows]
-        require(texts, f"{flag} {source} is empty")
-        for number, row in enumerate(texts, 1):
-            require(all(isinstance(text, str) and text for text in row), f"{flag} {source}, row {number}: {keys} must be strings with text")  # fmt: skip
-    except UsageError:
-        raise
+            name, _, split = source.removeprefix("hf:").partition(":")
+            rows = list(load_dataset(name, split=split or "train"))
+        else:  # a line ends with a line feed alone: JSON strings may hold all other separators
+            rows = [line for line in Path(source).read_text(encoding="utf-8-sig").split("\n") if line.strip()]
+        require(rows, f"{flag} {source} is empty")
+        texts = list[list[str]]()
+        for row in rows:
+            number += 1
+            row = json.loads(row) if isinstance(row, str) else row
+            texts.append([row[key] for key in keys])
+            require(
+                all(isinstance(text, str) and text for text in texts[-1]),
+                f"{', '.join(keys)} must be strings with text",
+            )
+        return texts
     except Exception as error:
-        reason = str(error).splitlines()[0] if str(error) else ""
-        raise UsageError(f"{flag} {source} cannot be read as rows with {', '.join(keys)}: {type(error).__name__} {reason}") from None  # fmt: skip
-    return texts
+        where = f", row {number}" if number else ""
+        reason = str(error) if isinstance(error, UsageError) else f"{type(error).__name__} {error}".splitlines()[0]
+        raise UsageError(f"{flag} {source}{where} cannot be used as rows with {', '.join(keys)}: {reason}") from None
 
 
 def file_task(args: Args, tokenizer: Any) -> Task:
@@ -772,7 +803,7 @@ def file_task(args: Args, tokenizer: Any) -> Task:
     cut = dict.fromkeys(("prompts", "texts"), 0)
 
     def tokens(text: str, what: str, limit: int) -> list[int]:
-        ids = tokenizer(text)["input_ids"]
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         cut[what] += len(ids) > limit
         return ids[-limit:]  # [R2] what a prompt ends with matters most, and it ends where its author ended it [R5]
 
@@ -861,29 +892,34 @@ class Leash:
         self.beta = float(state["beta"])
 
 
-def fit(args: Args, model: nn.Module, loss: Callable[[list[Any]], Tensor], samples: list[Any], lr: float) -> float:
-    """One pass over the samples in a random order, the step size linear to 0; returns the mean loss of the last tenth."""
+def fit(args: Args, model: nn.Module, loss: Callable[[list[Any]], tuple[Tensor, int]], samples: list[Any], lr: float) -> float:  # fmt: skip
+    """One pass over the samples in a random order, the step size linear to 0; returns the mean loss of the last tenth.
+
+    `loss` gives the mean over a list of samples, and over how many tokens or pairs that is.
+    """
     optimizer = torch.optim.Adam(model.parameters(), lr, eps=1e-5)
     steps, losses = max(1, len(samples) // args.fit_batch_size), list[Tensor]()
+    require(len(samples) >= WORLD, f"{len(samples)} texts or pairs are too few for {WORLD} processes")
     order = torch.randperm(len(samples)).tensor_split(steps)
     for step, index in enumerate(tqdm(order, leave=False, disable=RANK > 0 or not sys.stderr.isatty())):
         optimizer.param_groups[0]["lr"] = lr * (1 - step / steps)
-        share = index[RANK::WORLD].tolist()
-        part = loss([samples[i] for i in share]) * (len(share) * WORLD / len(index))
+        mean, size = loss([samples[i] for i in index[RANK::WORLD].tolist()])
+        part = mean * (size / global_mean(torch.tensor(float(size), device=mean.device)))  # each counts the same
         optimizer.zero_grad()
         part.backward()
         average_gradients(model)
         nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
         optimizer.step()
         losses.append(global_mean(part.detach()))
+        require_finite(losses[-1], f"the loss of step {step + 1} of this stage")
     return float(torch.stack(losses[-(steps // 10) - 1 :]).mean())
 
 
 def fine_tune(args: Args, task: Task, policy: Any) -> Any:
     """The model after supervised fine-tuning on the task's texts, if it has any."""
     if task.texts:
-        loss = fit(args, policy, lambda batch: sft_loss(policy, batch), task.texts, args.sft_learning_rate)
-        policy.config.sft_loss = loss
+        loss = lambda batch: (sft_loss(policy, batch), sum(len(text) - 1 for text in batch))
+        policy.config.sft_loss = fit(args, policy, loss, task.texts, args.sft_learning_rate)
     return policy
 
 
@@ -909,14 +945,29 @@ def pair_scores(model: nn.Module, pairs: list[tuple[list[int], list[int]]]) -> t
     return chosen, rejected
 
 
+@torch.no_grad()
+def accuracy(model: nn.Module, pairs: list[tuple[list[int], list[int]]]) -> float:
+    """The share of pairs of which the model scores the chosen text higher."""
+    scores = [torch.stack(pair_scores(model, pairs[i : i + 64])) for i in range(0, len(pairs), 64)]
+    chosen, rejected = torch.cat(scores, 1)
+    return float((chosen > rejected).float().mean())
+
+
 def normalize_reward(args: Args, task: Task, reference: Any, model: Any) -> None:
     """Set gain and bias so that the scores of the start policy's answers have mean 0 and standard deviation 1 [R11]."""
+    model.config.reward_gain, model.config.reward_bias = 1.0, 0.0  # whatever another run has set
     prompts = random.choices(task.prompts, k=512)
     responses, _ = sample_responses(reference, prompts, args.response_length, args.temperature, task.eos, args.bf16)
     with torch.no_grad():
         raw = reward_scores(model, responses.tokens, responses.mask, args.bf16)
     gain = 1 / (float(raw.std()) + 1e-8)
     model.config.reward_gain, model.config.reward_bias = gain, -gain * float(raw.mean())
+
+
+def make_agent(args: Args, reference: Any, reward_model: Any) -> Agent:
+    """The policy starts as a copy of the reference, the value as --value-model says."""
+    value = copy.deepcopy(reward_model) if args.value_model == "separate" else None
+    return Agent(copy.deepcopy(reference), value, args.bf16)
 
 
 def make_reward_model(args: Args, task: Task, reference: Any) -> Any:
@@ -960,7 +1011,10 @@ def self_check(args: Args, task: Task, agent: Agent, reference: Any, reward_mode
     """What must hold before the first update; raises UsageError with the likely cause of what does not."""
     if not args.self_check:
         return
-    accuracy, tolerance = getattr(reward_model.config, "reward_model_accuracy", 1.0), 0.2 if args.bf16 else 1e-4
+    accuracy, tolerance = (
+        getattr(reward_model.config, "reward_model_accuracy", 1.0),
+        0.2 if args.bf16 else 1e-3 / min(args.temperature, 1),
+    )
     require(accuracy >= args.min_accuracy, f"self-check: the reward model ranks only {accuracy:.0%} of held-out pairs"
             f" right, below --min-accuracy {args.min_accuracy}: give it more comparisons")  # fmt: skip
     prompts = sorted(task.prompts, key=len)
@@ -1001,10 +1055,9 @@ def best_of_n(args: Args, run: Run, task: Task, reference: Any, score: Callable[
         return
     torch.manual_seed(args.seed)
     proxies, golds = list[Tensor](), list[Tensor]()
+    prompts = task.held_out[: args.eval_episodes]
     for _ in range(args.best_of_n):
-        responses, _ = sample_responses(
-            reference, task.held_out, args.response_length, args.temperature, task.eos, args.bf16
-        )
+        responses, _ = sample_responses(reference, prompts, args.response_length, args.temperature, task.eos, args.bf16)
         with torch.no_grad():
             proxies.append(score(responses).cpu())
         golds.append(task.gold(responses) if task.judge else torch.full_like(proxies[-1], np.nan))
@@ -1095,13 +1148,9 @@ class Run:
 
     def stage(self, name: str, make: Callable[[], Any], task: Task) -> Any:
         """The model in the run's folder `name`, else what `make` gives, saved there whole or not at all."""
-        from transformers import GPT2ForSequenceClassification, GPT2LMHeadModel
-
-        kind = GPT2LMHeadModel if name == "sft" else GPT2ForSequenceClassification
         if self.known and (self.known / name).exists():
-            model = still(kind.from_pretrained(self.known / name, attn_implementation="sdpa")).to(self.device)
+            model = load_stage(self.known / name, self.device)
         else:
-            self.say(f"{name}: training")
             random.seed(self.args.seed)  # the same in every process
             torch.manual_seed(self.args.seed)
             model = make()
@@ -1121,15 +1170,19 @@ class Run:
         if hasattr(model, "generation_config"):  # so that generate() samples as in training
             model.generation_config.update(do_sample=True, top_k=0, top_p=1.0, temperature=self.args.temperature,
                                            max_new_tokens=self.args.response_length)  # fmt: skip
-        model.save_pretrained(aside)
-        task.tokenizer.save_pretrained(aside)
-        shutil.rmtree(self.folder / name, ignore_errors=True)
-        aside.replace(self.folder / name)
+        try:
+            model.save_pretrained(aside)
+            task.tokenizer.save_pretrained(aside)
+            shutil.rmtree(self.folder / name, ignore_errors=True)
+            aside.replace(self.folder / name)
+        except Exception as error:  # safetensors has one of its own for a full disk
+            shutil.rmtree(aside, ignore_errors=True)
+            raise OSError(f"{self.folder / name} could not be written ({error})") from error
 
     def restore(self, **parts: Any) -> None:
         """Name what checkpoints hold, and load it when the run goes on from one."""
         self.parts, args = parts, self.args
-        if args.resume and Path(args.resume, "checkpoint.pt").exists():
+        if args.resume and any(Path(args.resume, name).exists() for name in ("checkpoint.pt", "policy")):
             self.iteration, scores, world = restore(args.resume, self.device, **parts)
             require(world == WORLD, f"--resume {args.resume} needs as many processes as before, {world}, not {WORLD}")
             self.scores.extend(scores)
@@ -1139,8 +1192,10 @@ class Run:
         self.say(f"PPO on {self.device}, response {self.first * args.batch_size:,} to {self.last * args.batch_size:,} of"
                  f" {int(args.total_episodes):,} by {args.batch_size:,}")  # fmt: skip
 
-    def compile(self, function: Any) -> Any:
-        return torch.compile(function, dynamic=True) if self.args.compile else function
+    def compile(self, agent: Any) -> None:
+        models = [agent.policy] if agent.shared else [agent.policy, agent.value]
+        for block in [block for model in models for block in model.transformer.h] if self.args.compile else ():
+            block.compile(dynamic=True)
 
     def report(self, iteration: int, figures: dict[str, Any]) -> None:
         """Print and log an evaluation; before and after training also answers; say when the proxy parts from the gold."""
@@ -1183,14 +1238,14 @@ class Run:
             self.line_time = time.time()
             print(f"step {step:,}, {text}, {self.metrics['charts/SPS']:.0f} responses/s", flush=True)
         for name, warning in health(self.metrics, 1.5 * (self.args.target_kl or 0.1)):
-            if self.iteration > 10 and name not in self.said:
+            if (self.iteration > 10 or "skipped" in name) and name not in self.said:
                 self.said.add(name)
                 self.bar.write(f"step {step:,}: {warning}")
 
     def save(self, name: str, **parts: Any) -> None:
         """Write a file whole or not at all: aside, to the disk, then renamed. It holds tensors, numbers and strings."""
-        weights = torch.cat([p.detach().reshape(-1) for p in self.parts["agent"].parameters()])
         if WORLD > 1:
+            weights = torch.cat([p.detach().reshape(-1) for p in self.parts["agent"].parameters()])
             low, high = weights.clone(), weights.clone()
             dist.all_reduce(low, dist.ReduceOp.MIN)
             dist.all_reduce(high, dist.ReduceOp.MAX)
@@ -1243,19 +1298,18 @@ def restore(folder: str, device: torch.device, **parts: Any) -> tuple[int, list[
 
 def evaluate(args: Args) -> list[float]:
     """Means over --eval-episodes answers of the policy saved in the folder --evaluate, printed; returns [proxy] or [proxy, gold]."""
-    from transformers import GPT2ForSequenceClassification, GPT2LMHeadModel
-
     device, folder = start(args), str(args.evaluate)
     task, _ = load_task(args, device)
     try:
-        reference = still(GPT2LMHeadModel.from_pretrained(Path(folder, "sft"), attn_implementation="sdpa")).to(device)
-        reward_model = still(GPT2ForSequenceClassification.from_pretrained(
-            Path(folder, "reward_model"), attn_implementation="sdpa")).to(device)  # fmt: skip
+        reference, reward_model = (load_stage(Path(folder, name), device) for name in ("sft", "reward_model"))
     except (OSError, ValueError) as error:
         raise UsageError(f"{folder} holds no sft and reward_model folder yet: {str(error).splitlines()[0]}") from None
-    value = copy.deepcopy(reward_model) if args.value_model == "separate" else None
-    agent = Agent(copy.deepcopy(reference), value, args.bf16).to(device)
-    restore(folder, device, agent=agent)
+    check_room(args, reference)
+    agent = make_agent(args, reference, reward_model)
+    if Path(folder, "policy").exists() and not Path(folder, "checkpoint.pt").exists():  # of --checkpoint-every 0
+        agent.policy = load_stage(Path(folder, "policy"), device)
+    else:
+        restore(folder, device, agent=agent)
     score = lambda responses: reward_scores(reward_model, responses.tokens, responses.mask, args.bf16)
     figures = measure(args, task, agent, reference, score)
     print(f"{folder}: {describe(figures)} over {args.eval_episodes} sampled responses")
@@ -1264,18 +1318,28 @@ def evaluate(args: Args) -> list[float]:
     return [figures[k] for k in ("proxy", "gold") if k in figures]
 
 
+def absolute(args: Args) -> Args:
+    """With paths that a resumed run finds from any folder."""
+    for name in ("model", "prompts", "preferences", "reward_model", "sft"):
+        path = getattr(args, name)
+        if path and Path(path).exists():
+            setattr(args, name, str(Path(path).absolute()))
+    return args
+
+
 def parse_args(argv: list[str] | None = None) -> Args:
     """The command line; a preset, or with --resume or --evaluate the flags of that run, give the defaults."""
     args = tyro.cli(Args, args=argv)
     folder = args.resume or args.evaluate
     require(not (args.resume and args.evaluate), "--resume and --evaluate exclude each other")
     if folder is None:
-        return args if args.preset == "default" else tyro.cli(Args, args=argv, default=Args(**SMOKE))  # type: ignore[arg-type]
+        smoke = Args(**SMOKE)  # type: ignore[arg-type]
+        return absolute(args if args.preset == "default" else tyro.cli(Args, args=argv, default=smoke))
     try:
         saved = Args(**json.loads(Path(folder, "args.json").read_text()))
     except (OSError, ValueError, TypeError) as error:
         raise UsageError(f"{folder} is no run folder of this script: {error}") from None
-    args = tyro.cli(Args, args=argv, default=saved)
+    args = absolute(tyro.cli(Args, args=argv, default=saved))
     changed = [k.replace("_", "-") for k, v in vars(args).items() if k not in MAY_CHANGE and v != getattr(saved, k)]
     require(args.evaluate or not changed, f"--resume cannot change the run's own --{', --'.join(changed)}")
     return args

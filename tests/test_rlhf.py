@@ -229,7 +229,7 @@ def test_the_score_is_read_at_the_last_real_token_of_prompt_and_response(answere
         logit = float(loaded(torch.tensor([prompt + answer])).logits)
         assert float(scores[row]) == pytest.approx(1.7 * logit - 0.3, abs=1e-5)
         other = float(loaded(torch.tensor([[10] + prompt[1:] + answer])).logits)
-        assert abs(other - logit) > 1e-3 or prompt[0] == 10  # it reads the prompt
+        assert abs(other - logit) > 1e-4 or prompt[0] == 10  # it reads the prompt
     assert loaded.config.reward_gain == 1.7 and loaded.config.reward_bias == -0.3
 
 
@@ -264,14 +264,16 @@ def test_preferences_follow_bradley_and_terry() -> None:
 @pytest.mark.parametrize(("count", "held_out"), [(50, 5), (700, 70)])
 def test_accuracy_is_counted_on_pairs_that_were_never_trained_on(monkeypatch: Any, count: int, held_out: int) -> None:
     reference = gpt2(vocabulary=20)
-    rng = random.Random(0)
-    pairs = [([1, rng.randint(1, 19), 2], [3, rng.randint(1, 19)]) for _ in range(count)]
+    pairs = [([1, i % 19 + 1, 2], [3, i // 19 % 19 + 1, i // 361 + 1]) for i in range(count)]  # all different
     trained: list[Any] = []
     monkeypatch.setattr(rlhf, "fit", lambda args, model, loss, samples, lr: trained.extend(samples))
     model = rlhf.train_reward_model(rlhf.Args(), rlhf.Task(None, [[1]], [[1]], [], pairs, None), reference)
-    assert trained == pairs[held_out:]
+    kept = [pair for pair in pairs if pair not in trained]
+    assert (
+        len(trained) == count - held_out and len(kept) == held_out and kept != pairs[:held_out]
+    )  # files may be sorted
     right = [
-        float(model(torch.tensor([a])).logits) > float(model(torch.tensor([b])).logits) for a, b in pairs[:held_out]
+        float(model(torch.tensor([a])).logits) > float(model(torch.tensor([b])).logits) for a, b in kept
     ]  # one text at a time
     assert model.config.reward_model_accuracy == pytest.approx(sum(right) / held_out)
 
@@ -287,9 +289,9 @@ def test_fitting_uses_each_sample_once_in_a_random_order_with_falling_steps(monk
 
     monkeypatch.setattr(torch.optim.Adam, "step", step)
 
-    def loss(batch: list[Any]) -> Tensor:
+    def loss(batch: list[Any]) -> tuple[Tensor, int]:
         seen.append(list(batch))
-        return model(torch.tensor([[1.0]])).square().sum()
+        return model(torch.tensor([[1.0]])).square().sum(), len(batch)
 
     torch.manual_seed(0)
     rlhf.fit(args(fit_batch_size=8), model, loss, list(range(50)), 0.1)
@@ -308,7 +310,7 @@ def task_of(prompts: list[list[int]]) -> Any:
 @pytest.mark.detail("R11")
 def test_scores_of_the_start_policy_have_mean_0_and_variance_1(tmp_path: Path) -> None:
     reference = gpt2(vocabulary=12, spread=2.0)
-    model = scorer(reference, gain=1.0, bias=0.0)
+    model = scorer(reference, gain=3.0, bias=2.0)  # of another run, perhaps
     rlhf.normalize_reward(args(), task_of(PROMPTS), reference, model)
     model.save_pretrained(tmp_path)
     again = GPT2ForSequenceClassification.from_pretrained(tmp_path)

@@ -3,7 +3,9 @@
 import copy
 import dataclasses
 import json
+import resource
 import shutil
+import signal
 import socket
 from pathlib import Path
 from typing import Any
@@ -135,9 +137,10 @@ def test_saved_models_have_no_dropout(model_folder: Path, data: dict[str, Path],
         ("prompts", '{"text": "x"}\n', "prompt"),
         ("prompts", '{"prompt": "x"}\n{"prompt": 3}\n', "row 2"),
         ("prompts", '{"prompt": "x"}\n{"prompt": ""}\n', "row 2"),
-        ("prompts", "not json\n", "cannot be read"),
+        ("prompts", "not json\n", "row 1 cannot be used"),
         ("preferences", '{"prompt": "x", "chosen": "y"}\n', "rejected"),
         ("preferences", '{"prompt": "x", "chosen": "y", "rejected": "z"}\n', "at least two rows"),
+        ("preferences", '{"prompt": "x"}\n', "row 1 .*chosen"),
         ("sft", '{"prompt": "x"}\n', "response"),
     ],
 )
@@ -149,6 +152,73 @@ def test_faulty_files_are_named(
     with pytest.raises(rlhf.UsageError, match=words) as caught:
         rlhf.load_task(args, torch.device("cpu"))
     assert f"--{key} " in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_files_may_hold_what_json_allows(model_folder: Path, data: dict[str, Path], tmp_path: Path) -> None:
+    """Separators that are no line ends, a byte order mark, CRLF, empty lines; and a tokenizer that adds ends by itself."""
+    from tokenizers import processors
+
+    text = '\ufeff{"prompt": "the\u2028cat"}\r\n\r\n{"prompt": "the dog\x85"}\n'
+    (tmp_path / "odd.jsonl").write_bytes(text.encode())
+    assert rlhf.read_rows(str(tmp_path / "odd.jsonl"), "--prompts", "prompt") == [["the\u2028cat"], ["the dog\x85"]]
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|endoftext|> $A <|endoftext|>", special_tokens=[("<|endoftext|>", 0)]
+    )
+    assert tokenizer("the cat").input_ids[0] == tokenizer("the cat").input_ids[-1] == 0
+    task = rlhf.file_task(rlhf.parse_args([str(x) for x in real_flags(model_folder, data)]), tokenizer)
+    assert not any(0 in prompt for prompt in task.prompts) and all(text.count(0) == 1 for text in task.texts)
+
+
+def test_a_run_goes_on_from_another_folder(
+    model_folder: Path, data: dict[str, Path], tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.chdir(model_folder.parent)
+    folder = train(tmp_path, *real_flags(Path(model_folder.name), data), "--checkpoint-every", 1)
+    monkeypatch.chdir(tmp_path)
+    resume(folder, "--total-episodes", 48)
+    assert torch.load(folder / "checkpoint.pt", weights_only=True)["iteration"] == 3
+
+
+def test_a_finished_run_without_checkpoints_can_be_evaluated_but_not_resumed(tmp_path: Path, capsys: Any) -> None:
+    folder = train(tmp_path, "--checkpoint-every", 0, "--learning-rate", 0.01)
+    (final,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("step 512: gold"))
+    rlhf.evaluate(rlhf.parse_args(["--evaluate", str(folder)]))
+    assert final.removeprefix("step 512: ") in capsys.readouterr().out.splitlines()[0]  # same policy, prompts and seed
+    with pytest.raises(rlhf.UsageError, match="no checkpoint"):
+        resume(folder)
+
+
+def test_evaluation_asks_no_more_than_the_model_can_read(tmp_path: Path) -> None:
+    folder = train(tmp_path)
+    with pytest.raises(rlhf.UsageError, match="positions"):
+        rlhf.evaluate(rlhf.parse_args(["--evaluate", str(folder), "--response-length", "200"]))
+
+
+@pytest.mark.parametrize("flags", [["--sft-learning-rate", "1e30"], ["--learning-rate", "1e20"]])
+def test_numbers_that_run_away_end_the_run_in_a_sentence(tmp_path: Path, flags: list[str]) -> None:
+    with pytest.raises(FloatingPointError, match="is not finite; lower the learning rate"):
+        train(tmp_path, *flags)
+
+
+def test_a_reward_model_of_nans_is_not_trained_on(model_folder: Path, data: dict[str, Path], tmp_path: Path) -> None:
+    model = scorer(gpt2(vocabulary=len(AutoTokenizer.from_pretrained(model_folder))))
+    with torch.no_grad():
+        model.score.weight.fill_(float("nan"))
+    model.save_pretrained(tmp_path / "scorer")
+    with pytest.raises(FloatingPointError, match="score of the reward model"):
+        train(tmp_path, *real_flags(model_folder, {"prompts": data["prompts"]}), "--reward-model", tmp_path / "scorer")
+
+
+def test_a_disk_that_fills_up_while_a_model_is_saved(tmp_path: Path) -> None:
+    def limit() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, 500_000))
+
+    result = run("rlhf_ppo_gpt2", *SMALL["rlhf_ppo_gpt2"], cwd=tmp_path, preexec_fn=limit)
+    assert result.returncode == 1 and "sft could not be written" in result.stderr and "Traceback" not in result.stderr
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert not list(folder.glob("*.tmp")) and not (folder / "sft").exists()
 
 
 def test_models_that_do_not_fit_are_refused(model_folder: Path, data: dict[str, Path], tmp_path: Path) -> None:
@@ -408,8 +478,10 @@ def test_bf16_and_compile_agree_with_eager_float32() -> None:
     for bf16, compiled in ((False, False), (True, False), (False, True)):
         agent = rlhf.Agent(copy.deepcopy(reference), scorer(gpt2(vocabulary=12, seed=3)), bf16)
         _, per_token, _ = fixed_rollout(agent, reference, responses, args())
-        loss_fn = torch.compile(rlhf.ppo_loss, dynamic=True) if compiled else rlhf.ppo_loss
-        loss, stats = loss_fn(args(), agent, responses, per_token)
+        started = object.__new__(rlhf.Run)
+        started.args = args(compile=compiled)
+        started.compile(agent)
+        loss, _ = rlhf.ppo_loss(args(), agent, responses, per_token)
         loss.backward()
         gradient = torch.cat([p.grad.flatten() for p in agent.parameters() if p.grad is not None])
         results.append((float(loss.detach()), gradient))

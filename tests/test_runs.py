@@ -145,6 +145,7 @@ RLHF_BAD = [
     (["--kl-target", "0"], "--kl-target"),
     (["--micro-batch-size", "0"], "--micro-batch-size"),
     (["--min-accuracy", "1.5"], "--min-accuracy"),
+    (["--beta-controller", "proportional", "--kl-horizon", "10"], "--kl-horizon"),
     (["--model", "gpt2"], "--prompts"),
     (["--model", "gpt2", "--prompts", "x"], "--preferences"),
     (["--model", "gpt2", "--prompts", "x", "--preferences", "y", "--reward-model", "z"], "either"),
@@ -298,8 +299,8 @@ def test_spoiled_checkpoints_are_refused_in_a_sentence(
     spoil(folder / "checkpoint.pt")
     capsys.readouterr()
     monkeypatch.setattr(signal, "signal", lambda *_: None)
-    starts_over = name == "rlhf_ppo_gpt2" and spoil is Path.unlink  # PPO does, from the models of its first stages
-    for flag in ("--resume", "--evaluate")[starts_over:]:
+    kept = name == "rlhf_ppo_gpt2" and spoil is Path.unlink  # then the policy's own folder is enough to answer
+    for flag in ("--resume", "--evaluate")[: 1 if kept else 2]:
         monkeypatch.setattr(sys, "argv", [f"{name}.py", flag, str(folder)])
         with pytest.raises(SystemExit) as caught:
             module.main()
