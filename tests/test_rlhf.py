@@ -264,7 +264,7 @@ def test_preferences_follow_bradley_and_terry() -> None:
 @pytest.mark.parametrize(("count", "held_out"), [(50, 5), (700, 70)])
 def test_accuracy_is_counted_on_pairs_that_were_never_trained_on(monkeypatch: Any, count: int, held_out: int) -> None:
     reference = gpt2(vocabulary=20)
-    pairs = [([1, i % 19 + 1, 2], [3, i // 19 % 19 + 1, i // 361 + 1]) for i in range(count)]  # all different
+    pairs = [([1, i % 19 + 1, i // 361 + 2], [3, i // 19 % 19 + 1]) for i in range(count)]  # all different
     trained: list[Any] = []
     monkeypatch.setattr(rlhf, "fit", lambda args, model, loss, samples, lr: trained.extend(samples))
     model = rlhf.train_reward_model(rlhf.Args(), rlhf.Task(None, [[1]], [[1]], [], pairs, None), reference)

@@ -1,0 +1,208 @@
+"""The loops that people copy, kept plain on purpose: what benchmarks/speed.py measures the scripts against.
+
+Contiguous float32, distribution objects, unfused Adam, gymnasium's wrappers in one process, GAE step by step in Python,
+statistics fetched from every minibatch; for RLHF `generate` and the full logits of padded texts. Hyper-parameters are those
+of the scripts' defaults. Each function yields (rollout seconds, update seconds, steps or tokens) of one iteration after another.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import torch
+import torch.nn as nn
+from torch.distributions import Categorical, Normal
+
+Timing = tuple[float, float, float]
+
+
+def layer(module: Any, gain: float = 2**0.5) -> Any:
+    nn.init.orthogonal_(module.weight, gain)
+    nn.init.constant_(module.bias, 0.0)
+    return module
+
+
+class ControlAgent(nn.Module):
+    def __init__(self, obs_dim: int, action_dim: int):
+        super().__init__()
+        mlp = lambda out, gain: nn.Sequential(
+            layer(nn.Linear(obs_dim, 64)),
+            nn.Tanh(),
+            layer(nn.Linear(64, 64)),
+            nn.Tanh(),
+            layer(nn.Linear(64, out), gain),
+        )
+        self.critic, self.actor = mlp(1, 1.0), mlp(action_dim, 0.01)
+        self.logstd = nn.Parameter(torch.zeros(1, action_dim))
+
+    def value(self, x: torch.Tensor) -> torch.Tensor:
+        return self.critic(x)
+
+    def forward(self, x: torch.Tensor, action: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
+        mean = self.actor(x)
+        pi = Normal(mean, self.logstd.expand_as(mean).exp())
+        action = pi.sample() if action is None else action
+        return action, pi.log_prob(action).sum(1), pi.entropy().sum(1), self.critic(x)
+
+
+class AtariAgent(nn.Module):
+    def __init__(self, actions: int):
+        super().__init__()
+        self.network = nn.Sequential(
+            layer(nn.Conv2d(4, 32, 8, 4)), nn.ReLU(), layer(nn.Conv2d(32, 64, 4, 2)), nn.ReLU(),
+            layer(nn.Conv2d(64, 64, 3, 1)), nn.ReLU(), nn.Flatten(), layer(nn.Linear(3136, 512)), nn.ReLU(),
+        )  # fmt: skip
+        self.actor, self.critic = layer(nn.Linear(512, actions), 0.01), layer(nn.Linear(512, 1), 1.0)
+
+    def value(self, x: torch.Tensor) -> torch.Tensor:
+        return self.critic(self.network(x / 255.0))
+
+    def forward(self, x: torch.Tensor, action: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
+        hidden = self.network(x / 255.0)
+        pi = Categorical(logits=self.actor(hidden))
+        action = pi.sample() if action is None else action
+        return action, pi.log_prob(action), pi.entropy(), self.critic(hidden)
+
+
+def half_cheetah() -> gym.Env:
+    env: gym.Env = gym.make("HalfCheetah-v5")
+    env = gym.wrappers.ClipAction(gym.wrappers.RecordEpisodeStatistics(gym.wrappers.FlattenObservation(env)))
+    env = gym.wrappers.NormalizeObservation(env)
+    env = gym.wrappers.TransformObservation(env, lambda obs: np.clip(obs, -10, 10), env.observation_space)
+    env = gym.wrappers.NormalizeReward(env, gamma=0.99)
+    return gym.wrappers.TransformReward(env, lambda reward: np.clip(float(reward), -10, 10))
+
+
+def breakout() -> gym.Env:
+    import ale_py
+
+    gym.register_envs(ale_py)
+    env: gym.Env = gym.wrappers.RecordEpisodeStatistics(gym.make("BreakoutNoFrameskip-v4"))
+    env = gym.wrappers.AtariPreprocessing(env, noop_max=30, frame_skip=4, screen_size=84, terminal_on_life_loss=True)
+    return gym.wrappers.FrameStackObservation(
+        gym.wrappers.TransformReward(env, lambda reward: np.sign(float(reward))), 4
+    )
+
+
+def control() -> Iterator[Timing]:
+    torch.set_num_threads(1)
+    return ppo([half_cheetah], ControlAgent(17, 6), 2048, 3e-4, 10, 32, 0.2, 0.0)
+
+
+def atari() -> Iterator[Timing]:
+    return ppo([breakout] * 8, AtariAgent(4), 128, 2.5e-4, 4, 4, 0.1, 0.01)
+
+
+def ppo(makers: list[Callable[[], gym.Env]], agent: nn.Module, steps: int, lr: float, epochs: int, minibatches: int,
+        clip: float, ent_coef: float) -> Iterator[Timing]:  # fmt: skip
+    envs = gym.vector.SyncVectorEnv(makers)
+    optimizer = torch.optim.Adam(agent.parameters(), lr, eps=1e-5)
+    n, shape = len(makers), envs.single_observation_space.shape or ()
+    action_shape = envs.single_action_space.shape or ()
+    obs, actions = torch.zeros((steps, n, *shape)), torch.zeros((steps, n, *action_shape))
+    logprobs, rewards, dones, values = torch.zeros((4, steps, n))
+    next_obs, next_done = torch.Tensor(envs.reset(seed=1)[0]), torch.zeros(n)
+    while True:
+        begin = time.perf_counter()
+        for t in range(steps):
+            obs[t], dones[t] = next_obs, next_done
+            with torch.no_grad():
+                action, logprob, _, value = agent(next_obs)
+            actions[t], logprobs[t], values[t] = action, logprob, value.flatten()
+            raw, reward, terminations, truncations, _ = envs.step(action.numpy())
+            rewards[t] = torch.tensor(reward).view(-1)
+            next_obs, next_done = torch.Tensor(raw), torch.Tensor(np.logical_or(terminations, truncations))
+        middle = time.perf_counter()
+        with torch.no_grad():
+            last_value: Any = agent.value(next_obs).reshape(1, -1)  # type: ignore[operator]
+            advantages, running = torch.zeros_like(rewards), torch.zeros(n)
+            for t in reversed(range(steps)):
+                alive = 1.0 - (next_done if t == steps - 1 else dones[t + 1])
+                after = last_value if t == steps - 1 else values[t + 1]
+                delta = rewards[t] + 0.99 * after * alive - values[t]
+                advantages[t] = running = delta + 0.99 * 0.95 * alive * running
+            returns = advantages + values
+        flat = [x.reshape(steps * n, *x.shape[2:]) for x in (obs, actions, logprobs, advantages, returns, values)]
+        order, size = np.arange(steps * n), steps * n // minibatches
+        for _ in range(epochs):
+            np.random.shuffle(order)
+            for start in range(0, steps * n, size):
+                b_obs, b_actions, b_logprobs, b_advantages, b_returns, b_values = (
+                    x[order[start : start + size]] for x in flat
+                )
+                _, logprob, entropy, value = agent(b_obs, b_actions)
+                logratio = logprob - b_logprobs
+                ratio = logratio.exp()
+                with torch.no_grad():
+                    ((ratio - 1) - logratio).mean()
+                    ((ratio - 1.0).abs() > clip).float().mean().item()
+                b_advantages = (b_advantages - b_advantages.mean()) / (b_advantages.std() + 1e-8)
+                policy_loss = torch.max(-b_advantages * ratio, -b_advantages * ratio.clamp(1 - clip, 1 + clip)).mean()
+                value = value.view(-1)
+                clipped = b_values + (value - b_values).clamp(-clip, clip)
+                value_loss = 0.5 * torch.max((value - b_returns) ** 2, (clipped - b_returns) ** 2).mean()
+                loss = policy_loss - ent_coef * entropy.mean() + 0.5 * value_loss
+                optimizer.zero_grad()
+                loss.backward()
+                nn.utils.clip_grad_norm_(agent.parameters(), 0.5)
+                optimizer.step()
+        yield middle - begin, time.perf_counter() - middle, steps * n
+
+
+def rlhf(policy: Any, reference: Any, value: Any, reward_model: Any, prompts: Iterator[tuple[torch.Tensor, torch.Tensor]],
+         eos: int, length: int) -> Iterator[Timing]:  # fmt: skip
+    """`prompts` gives tokens and mask [B, P], padded on the left. The four models are transformers' own, without dropout."""
+    parameters = [*policy.parameters(), *value.parameters()]
+    optimizer = torch.optim.Adam(parameters, 3e-4, eps=1e-5)
+
+    def logprobs_of(model: Any, tokens: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        positions = (mask.long().cumsum(1) - 1).clamp(min=0)
+        logp = model(input_ids=tokens, attention_mask=mask.long(), position_ids=positions).logits.log_softmax(-1)
+        return logp[:, :-1].gather(-1, tokens[:, 1:, None]).squeeze(-1), logp
+
+    def scores_of(model: Any, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        positions = (mask.long().cumsum(1) - 1).clamp(min=0)
+        out = model.transformer(input_ids=tokens, attention_mask=mask.long(), position_ids=positions)
+        return model.score(out.last_hidden_state).squeeze(-1)
+
+    for ids, prompt_mask in prompts:
+        begin, columns = time.perf_counter(), ids.shape[1]
+        with torch.no_grad():
+            tokens = policy.generate(
+                input_ids=ids, attention_mask=prompt_mask.long(), do_sample=True, top_k=0, top_p=1.0, temperature=1.0,
+                max_new_tokens=length, pad_token_id=eos, eos_token_id=eos,
+            )  # fmt: skip
+            ended = (tokens[:, columns:] == eos).cumsum(1)
+            real = nn.functional.pad(ended[:, :-1], (1, 0)) == 0
+            mask, rows = torch.cat([prompt_mask, real], 1), torch.arange(len(tokens))
+            logprobs, ref_logprobs = (logprobs_of(m, tokens, mask)[0][:, columns - 1 :] for m in (policy, reference))
+            values = scores_of(value, tokens, mask)[:, columns - 1 : -1] * real
+            rewards = -0.15 * (logprobs - ref_logprobs) * real
+            last = real.sum(1) - 1
+            rewards[rows, last] += scores_of(reward_model, tokens, mask)[rows, columns + last]
+            advantages, running = torch.zeros_like(rewards), torch.zeros(len(tokens))
+            for t in reversed(range(rewards.shape[1])):
+                after = values[:, t + 1] if t + 1 < rewards.shape[1] else 0.0
+                advantages[:, t] = running = rewards[:, t] + after - values[:, t] + 0.95 * running
+            returns = advantages + values
+            mean = advantages[real].mean()
+            advantages = (advantages - mean) / (advantages[real].std() + 1e-8)
+        middle = time.perf_counter()
+        for _ in range(4):
+            for i in torch.randperm(len(tokens)).split(len(tokens) // 4):
+                r = real[i]
+                new, logp = logprobs_of(policy, tokens[i], mask[i])
+                with torch.no_grad():
+                    -(logp.exp() * logp).sum(-1)
+                ratio, a = (new[:, columns - 1 :] - logprobs[i]).exp(), advantages[i]
+                policy_loss = (torch.max(-a * ratio, -a * ratio.clamp(0.8, 1.2)) * r).sum() / r.sum()
+                v = scores_of(value, tokens[i], mask[i])[:, columns - 1 : -1]
+                clipped = values[i] + (v - values[i]).clamp(-0.2, 0.2)
+                value_loss = (0.5 * torch.max((v - returns[i]) ** 2, (clipped - returns[i]) ** 2) * r).sum() / r.sum()
+                optimizer.zero_grad()
+                (policy_loss + 0.1 * value_loss).backward()
+                nn.utils.clip_grad_norm_(parameters, 1.0)
+                optimizer.step()
+        yield middle - begin, time.perf_counter() - middle, float(real.sum())
