@@ -149,7 +149,7 @@ RLHF_BAD = [
     (["--model", "gpt2"], "--prompts"),
     (["--model", "gpt2", "--prompts", "x"], "--preferences"),
     (["--model", "gpt2", "--prompts", "x", "--preferences", "y", "--reward-model", "z"], "either"),
-    (["--model", ".", "--prompts", "x", "--preferences", "y"], "--model . is a folder that holds no model"),
+    (["--model", ".", "--prompts", "x", "--preferences", "y"], "is a folder that holds no such model"),
     (["--prompts", "x"], "--prompts needs --model"),
     (["--sft", "x"], "--sft needs --model"),
     (["--model", "m", "--prompts", "hf:imdb:train", "--preferences", "y"], "pip install datasets"),
