@@ -26,6 +26,7 @@ from itertools import count, islice
 from pathlib import Path
 from typing import Any, Literal
 
+import mujoco
 import numpy as np
 import torch
 import tyro
@@ -206,6 +207,7 @@ def compare(name: str, flags: list[str], args: Args) -> dict[str, Any]:
 
 def main() -> None:
     args = tyro.cli(Args)
+    mujoco.set_mju_user_warning(lambda text: None)  # or each would go into a file in the current folder
     card = (
         torch.cuda.get_device_name() if args.device.startswith("cuda") else platform.processor() or platform.machine()
     )
