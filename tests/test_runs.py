@@ -48,7 +48,7 @@ def assert_same_run(a: Path, b: Path) -> None:
             assert x == y or (math.isnan(x) and math.isnan(y)), tag
 
 
-TOTAL = {"ppo_atari": 1280}  # steps of a run that is long enough to be stopped half-way; others: 6,400
+TOTAL = {"ppo_atari": 1280, "rlhf_ppo_gpt2": 1920}  # steps of a run long enough to be stopped half-way; others: 6,400
 
 
 def interrupted(name: str, cwd: Path, sign: signal.Signals, *flags: Any) -> tuple[Path, int, str]:
