@@ -806,8 +806,10 @@ def main() -> None:
     try:
         args = parse_args()
         evaluate(args) if args.evaluate else train(args)
-    except (EOFError, ConnectionError) as error:
-        sys.exit(f"error: a process on which this one depends has died: {error}")
+    except (EOFError, ConnectionError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not (WORLD > 1 and re.search("gloo|nccl", str(error), re.I)):
+            raise
+        sys.exit(f"error: a process on which this one depends has died: {' '.join(str(error).split())}")
     except (UsageError, FloatingPointError, OSError, KeyboardInterrupt) as error:
         print(f"error: {str(error) or 'interrupted'}", file=sys.stderr)
         sys.exit({UsageError: 2, KeyboardInterrupt: 130}.get(type(error), 1))

@@ -693,9 +693,14 @@ def load_task(args: Args, device: torch.device) -> tuple[Task, Any]:
     torch.manual_seed(args.seed)  # the same weights in every process
     if args.model is None:
         task = builtin_task(args)
+        longest = max(map(len, task.prompts + task.held_out))
+        require(
+            args.prompt_length >= longest, f"--prompt-length {args.prompt_length}: the built-in prompts need {longest}"
+        )
+        room = max(args.prompt_length + args.response_length, *map(len, task.texts))
         config = transformers.GPT2Config(
-            vocab_size=len(task.tokenizer), n_positions=args.prompt_length + args.response_length, n_embd=128, n_layer=2,
-            n_head=4, bos_token_id=task.eos, eos_token_id=task.eos, pad_token_id=task.tokenizer.pad_token_id)  # fmt: skip
+            vocab_size=len(task.tokenizer), n_positions=room, n_embd=128, n_layer=2, n_head=4, bos_token_id=task.eos,
+            eos_token_id=task.eos, pad_token_id=task.tokenizer.pad_token_id)  # fmt: skip
         policy = transformers.GPT2LMHeadModel._from_config(config, attn_implementation="sdpa")
     else:
         policy = load_model(args.model, transformers.AutoModelForCausalLM, "--model")
@@ -1350,8 +1355,10 @@ def main() -> None:
     try:
         args = parse_args()
         evaluate(args) if args.evaluate else train(args)
-    except (EOFError, ConnectionError) as error:
-        sys.exit(f"error: a process on which this one depends has died: {error}")
+    except (EOFError, ConnectionError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not (WORLD > 1 and re.search("gloo|nccl", str(error), re.I)):
+            raise
+        sys.exit(f"error: a process on which this one depends has died: {' '.join(str(error).split())}")
     except (UsageError, FloatingPointError, OSError, KeyboardInterrupt) as error:
         print(f"error: {str(error) or 'interrupted'}", file=sys.stderr)
         sys.exit({UsageError: 2, KeyboardInterrupt: 130}.get(type(error), 1))

@@ -67,6 +67,7 @@ IDS: dict[str, dict[str, Any]] = {
     "Both": {"ending": "both"},
     "OneStep": {"end": 1, "ending": "terminate"},
     "Long": {"end": 3000},
+    "Hundred": {"end": 100},
     "Step": {"reward": "step"},
     "Zero": {"reward": 0.0},
     "Huge": {"reward": 1e30},

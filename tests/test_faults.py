@@ -3,12 +3,14 @@
 import random
 import shutil
 import signal
+import statistics
 import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
-from conftest import BUDGET, SMALL, command, environment, run, scalars
+from conftest import BUDGET, GAUSSIAN, SMALL, command, environment, run, scalars
 from test_runs import TOTAL, assert_same_run
 
 pytestmark = pytest.mark.faults
@@ -81,3 +83,49 @@ def test_a_run_stopped_at_any_moment_is_whole_once_resumed(
     assert resumed.returncode == 0, resumed.stderr
     assert list((tmp_path / "runs").iterdir()) == [folder] and not list(folder.glob("*.tmp"))
     assert_same_run(folder, expected)
+
+
+TRIVIAL = "--env-id counting_envs:Hundred-v0 --num-envs 8 --num-steps 512 --num-minibatches 1 --total-timesteps 2e6"
+LONG = {
+    "ppo_atari": "--env-id Pong --num-envs 16 --num-steps 32 --num-minibatches 1 --update-epochs 1 --total-timesteps 1e5",
+    **dict.fromkeys(GAUSSIAN, f"{TRIVIAL} --update-epochs 1"),
+    "trpo": f"{TRIVIAL} --update-epochs 1",
+    "rlhf_ppo_gpt2": "--sft-size 64 --num-pairs 40 --min-accuracy 0 --batch-size 8 --num-minibatches 1 --update-epochs 1"
+    " --total-episodes 16000 --eval-episodes 8",  # 2,000 updates
+}
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_a_long_run_grows_neither_in_memory_nor_in_open_files(name: str, tmp_path: Path) -> None:
+    """Less than 5 % from the second fifth of the run to its last one; the log grows as README.md says."""
+    flags = LONG[name].split()
+    process = subprocess.Popen(
+        command(name, *flags),
+        cwd=tmp_path,
+        env=environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    resident, files = [], []
+    proc = Path("/proc", str(process.pid))
+    while process.poll() is None:
+        try:
+            resident.append(int((proc / "statm").read_text().split()[1]))
+            files.append(len(list((proc / "fd").iterdir())))
+        except (OSError, IndexError):
+            break  # it has just ended
+        time.sleep(0.5)
+    assert process.wait() == 0, process.stderr and process.stderr.read()
+    fifth = len(resident) // 5
+    assert fifth >= 5, "too short to tell"
+    before, after = (statistics.median(resident[part]) for part in (slice(fifth, 2 * fifth), slice(-fifth, -1)))
+    (folder,) = (tmp_path / "runs").iterdir()
+    logged = scalars(folder)
+    events = sum(path.stat().st_size for path in folder.glob("events*"))
+    numbers = sum(len(points) for points in logged.values())
+    print(f"{name}: {before * 4 / 1024:.0f} MB to {after * 4 / 1024:.0f} MB, {files[fifth]} to {files[-2]} open files,"
+          f" {events / 1e6:.2f} MB of events, {events / numbers:.0f} bytes a number")  # fmt: skip
+    assert after < 1.05 * before
+    assert files[-2] == files[fifth]
+    assert events < 100 * numbers + 10_000

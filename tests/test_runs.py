@@ -139,6 +139,7 @@ PPO_BAD = [
 RLHF_BAD = [
     (["--batch-size", "0"], "--batch-size"),
     (["--response-length", "0"], "--response-length"),
+    (["--prompt-length", "4"], "--prompt-length"),
     (["--temperature", "0"], "--temperature"),
     (["--temperature", "-1"], "--temperature"),
     (["--beta", "-1"], "--beta"),

@@ -1,0 +1,169 @@
+"""No flag is without effect: each one, changed alone, changes the run, what is kept of it, or what is printed."""
+
+import ast
+import dataclasses
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from conftest import BUDGET, CONTROL, MODULES, ROOT, SCRIPTS, SMALL, scalars
+from test_runs import TIMING, checkpoint, flatten
+
+TWO_ITERATIONS = {**dict.fromkeys(CONTROL, 256), "rlhf_ppo_gpt2": 256}
+COMMON: dict[str, Any] = {  # field -> another value, with what else is needed for it to matter
+    "total_timesteps": 384,
+    "learning_rate": 0.1,
+    "anneal_lr": False,
+    "num_envs": 4,
+    "num_steps": 32,
+    "num_minibatches": 2,
+    "update_epochs": 3,
+    "gamma": 0.5,
+    "gae_lambda": 0.1,
+    "bootstrap_truncated": False,
+    "norm_adv": False,
+    "clip_coef": 0.001,
+    "clip_vloss": False,
+    "ent_coef": 0.5,
+    "vf_coef": 5.0,
+    "max_grad_norm": 1e-3,
+    "target_kl": 1e-9,
+    "seed": 2,
+    "torch_deterministic": False,
+    "compile": True,
+    "bf16": True,
+    "exp_name": "other",
+    "run_dir": "elsewhere",
+    "checkpoint_every": 1,
+    "capture_video": True,
+    "save_model": True,
+    "track": True,
+    "device": "meta",  # refused
+    "cuda": (False, {"device": "cuda"}),  # refused, where cuda alone is for another reason
+    "wandb_project_name": ("other", {"track": True}),
+    "wandb_entity": ("other", {"track": True}),
+    "eval_episodes": (3, {"evaluate": True}),
+    "eval_sample": (False, {"evaluate": True}),
+}
+OWN: dict[str, dict[str, Any]] = {
+    "ppo_atari": {
+        "env_id": "Breakout",
+        "sticky_actions": 1.0,
+        "max_episode_frames": 40,
+        "bootstrap_truncated": (False, {"max_episode_frames": 40}),
+        "eval_episodes": (3, {"evaluate": True, "max_episode_frames": 40}),
+        "eval_sample": (False, {"evaluate": True, "max_episode_frames": 40}),
+    },
+    "ppo_continuous": {"env_id": "counting_envs:Step-v0"},
+    "ppo_penalty": {"env_id": "counting_envs:Step-v0", "beta": 50.0, "adaptive_beta": False, "kl_target": 1.0},
+    "trpo": {
+        "env_id": "counting_envs:Step-v0",
+        "max_kl": 0.1,
+        "cg_iters": 1,
+        "cg_damping": 1.0,
+        "fvp_subsample": 4,
+        "line_search_steps": (1, {"max_kl": 1e-12}),
+        "line_search_decay": (0.1, {"max_kl": 1e-12}),
+    },
+    "rlhf_ppo_gpt2": {
+        "preset": "smoke",
+        "prompt_length": 4,
+        "response_length": 3,
+        "temperature": 0.5,
+        "sft_size": 96,
+        "sft_learning_rate": 0.1,
+        "num_pairs": 60,
+        "reward_learning_rate": 0.1,
+        "fit_batch_size": 16,
+        "total_episodes": 384,
+        "batch_size": 64,
+        "num_minibatches": 4,
+        "micro_batch_size": 3,
+        "adam_eps": 0.1,
+        "beta": 5.0,
+        "beta_controller": "doubling",
+        "kl_target": (0.001, {"beta_controller": "doubling"}),
+        "kl_horizon": (500, {"beta_controller": "proportional"}),
+        "value_model": "head",
+        "whiten_rewards": True,
+        "missing_eos_penalty": 9.0,
+        "best_of_n": 2,
+        "self_check": False,
+        "min_accuracy": 1.0,
+        "eval_every": 1,
+        "eval_episodes": 4,
+        "target_kl": 1e-12,
+    },
+}
+# What starts a run from elsewhere, or needs files; test_runs.py and test_rlhf_runs.py have tests for each.
+ELSEWHERE = {"resume", "evaluate", "vectorization", "model", "prompts", "preferences", "reward_model", "sft"}
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_every_flag_is_read_somewhere(script: str) -> None:
+    tree = ast.parse((ROOT / f"{script}.py").read_text())
+    read = {
+        node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
+    } | {str(node.value) for node in ast.walk(tree) if isinstance(node, ast.Constant)}
+    fields = {field.name for field in dataclasses.fields(MODULES[script].Args)}
+    assert not fields - read, "flags that nothing reads"
+
+
+def outcome(module: ModuleType, cwd: Path, flags: dict[str, Any], monkeypatch: Any, capsys: Any) -> dict[str, Any]:
+    """All that a run leaves behind, times and folder names aside."""
+    seen: dict[str, Any] = {}
+    remember = lambda name: lambda *args, **kwargs: seen.setdefault(name, []).append(kwargs)
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=remember("wandb"), finish=lambda: None))
+    monkeypatch.setattr(module, "find_spec", lambda package: True)
+    monkeypatch.setattr(torch, "compile", lambda f, **options: seen.setdefault("compiled", True) and f)
+    monkeypatch.setattr(torch.nn.Module, "compile", remember("compiled"))
+    cwd.mkdir()
+    monkeypatch.chdir(cwd)
+    play = flags.pop("evaluate", False)
+    given = [x for k, v in flags.items() for x in option(k, v)]
+    begin = [*SMALL[module.__name__], BUDGET[module.__name__], str(TWO_ITERATIONS[module.__name__])]
+    if play:
+        module.train(module.parse_args(begin))
+        (folder,) = cwd.glob("*/*")
+        capsys.readouterr()
+        scores = module.evaluate(module.parse_args(["--evaluate", str(folder), *given]))
+        return {"scores": scores, "printed": capsys.readouterr().out.replace(str(folder), "")}
+    try:
+        module.train(module.parse_args([*begin, *given]))
+    except module.UsageError as error:
+        return {"refused": str(error)}
+    (folder,) = cwd.glob("*/*")
+    seen["files"] = sorted({path.name.split(".")[0] + path.suffix for path in folder.iterdir()} - {"args.json"})
+    seen["state"] = {k: v.tolist() if hasattr(v, "tolist") else v for k, v in flatten(checkpoint(folder)).items()}
+    seen["log"] = repr({k: v for k, v in scalars(folder).items() if k not in TIMING})
+    seen["where"] = folder.parent.name, folder.name.rsplit("__", 1)[0]
+    seen["backends"] = torch.backends.cudnn.deterministic, torch.get_float32_matmul_precision()
+    return seen
+
+
+def option(field: str, value: Any) -> list[str]:
+    flag = field.replace("_", "-")
+    if isinstance(value, bool):
+        return [f"--{'' if value else 'no-'}{flag}"]
+    return [f"--{flag}", str(value)]
+
+
+@pytest.mark.faults
+def test_every_flag_changed_alone_changes_something(name: str, tmp_path: Path, monkeypatch, capsys) -> None:
+    module = MODULES[name]
+    fields = {field.name for field in dataclasses.fields(module.Args)}
+    changes = {k: v for k, v in (COMMON | OWN[name]).items() if k in fields}
+    assert fields == set(changes) | (ELSEWHERE & fields)
+    known: dict[str, Any] = {}
+    without_effect = []
+    for field, change in changes.items():
+        value, base = change if isinstance(change, tuple) else (change, {})
+        key = repr(base)
+        if key not in known:
+            known[key] = outcome(module, tmp_path / f"{field}-base", dict(base), monkeypatch, capsys)
+        if outcome(module, tmp_path / field, base | {field: value}, monkeypatch, capsys) == known[key]:
+            without_effect.append(field)
+    assert not without_effect
