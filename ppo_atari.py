@@ -292,7 +292,7 @@ def train(args: Args) -> dict[str, float]:
             optimizer.step()
             updates += 1
         metrics = dict(zip(STATS, torch.stack(history).mean(0), strict=True))
-        metrics["losses/explained_variance"] = 1 - (returns - values).var() / returns.var()
+        metrics["losses/explained_variance"] = 1 - (returns - values).var(correction=0) / returns.var(correction=0)
         metrics["charts/updates"] = updates
         run.end_iteration(metrics)
     return run.finish()
@@ -454,7 +454,7 @@ class Run:
         self.every = -(-51_200 // args.num_steps) if args.checkpoint_every is None else args.checkpoint_every
         self.scores, self.metrics, self.said = deque[float](scores, maxlen=100), dict[str, float](), set[str]()
         self.finished: list[tuple[int, float, int]] = []
-        self.film: Film | None = None
+        self.ended, self.film = False, None  # type: bool, Film | None
         if RANK:
             return
         from torch.utils.tensorboard import SummaryWriter
@@ -495,6 +495,12 @@ class Run:
         afresh = iteration == self.first or iteration % (self.every or self.last) == 0
         if afresh and self.film and self.film.video:
             self.film.end()
+        if afresh and iteration > self.first and not (self.ended or RANK or "restart" in self.said):
+            self.said.add("restart")
+            self.bar.write(
+                "no episode has ended between two checkpoints, at which all start anew; raise --checkpoint-every"
+            )
+        self.ended = self.ended and not afresh
         return afresh
 
     def compile(self, function: Any) -> Any:
@@ -505,6 +511,7 @@ class Run:
         """Note the episodes (environment, return, length) that ended in step t, each under a step number of its own."""
         if self.film:
             self.film.add(frame, any(i == 0 for i, _, _ in finished))
+        self.ended |= bool(finished)
         before = self.iteration * self.batch_size + (t * WORLD + RANK) * self.args.num_envs // WORLD
         self.finished += [(before + i + 1, score, length) for i, score, length in finished]
 
@@ -557,8 +564,10 @@ class Run:
 
     def save(self, name: str, **parts: Any) -> None:
         """Write a file whole or not at all: aside, to the disk, then renamed. It holds tensors, numbers and strings."""
+        weights = torch.cat([p.detach().reshape(-1) for p in self.parts["agent"].parameters()])
+        if not weights.isfinite().all():
+            raise FloatingPointError(f"weights are not finite after iteration {self.iteration}; {name} was not written")
         if WORLD > 1:
-            weights = torch.cat([p.detach().reshape(-1) for p in self.parts["agent"].parameters()])
             low, high = weights.clone(), weights.clone()
             dist.all_reduce(low, dist.ReduceOp.MIN)
             dist.all_reduce(high, dist.ReduceOp.MAX)
@@ -634,7 +643,8 @@ class Film:
         if self.video:
             image = frame()
             zoom = -(-200 // len(image))
-            self.video.append_data(image.repeat(zoom, 0).repeat(zoom, 1))
+            height, width = image.shape[0] * zoom // 2 * 2, image.shape[1] * zoom // 2 * 2  # the codec wants them even
+            self.video.append_data(image.repeat(zoom, 0).repeat(zoom, 1)[:height, :width])
         if ended:
             self.end()
 
@@ -700,9 +710,9 @@ def main() -> None:
     except (EOFError, ConnectionError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and not (WORLD > 1 and re.search("gloo|nccl", str(error), re.I)):
             raise
-        sys.exit(f"error: a process on which this one depends has died: {' '.join(str(error).split())}")
+        sys.exit(f"error: a process on which this one depends has died: {' '.join(repr(error).split())}")
     except (UsageError, FloatingPointError, OSError, KeyboardInterrupt) as error:
-        print(f"error: {str(error) or 'interrupted'}", file=sys.stderr)
+        print(f"error: {' '.join(str(error).split()) or 'interrupted'}", file=sys.stderr)
         sys.exit({UsageError: 2, KeyboardInterrupt: 130}.get(type(error), 1))
     finally:
         if dist.is_initialized():

@@ -288,7 +288,7 @@ def train(args: Args) -> dict[str, float]:
             updates += 1
         kl = global_mean(kl_divergence((means, old_logstd), (agent(obs)[0], agent.actor_logstd)).mean().detach())
         metrics = dict(zip(STATS, torch.stack(history).mean(0), strict=True))
-        metrics["losses/explained_variance"] = 1 - (returns - values).var() / returns.var()
+        metrics["losses/explained_variance"] = 1 - (returns - values).var(correction=0) / returns.var(correction=0)
         metrics |= {"losses/kl": kl, "losses/beta": float(agent.beta)}
         if args.adaptive_beta:
             agent.beta.fill_(update_beta(float(agent.beta), float(kl), args.kl_target))  # for the next iteration
@@ -430,8 +430,10 @@ def make_envs(args: Args, num_envs: int) -> tuple[Any, Callable[[], Any]]:
         hasattr(gym.vector, "AutoresetMode"), f"gymnasium {gym.__version__} is too old: pip install gymnasium==1.4.0"
     )
 
-    def make(render_mode: str | None = None) -> gym.Env:
+    def make(render_mode: str | None, seed: int) -> gym.Env:
         if multiprocessing.parent_process():  # a worker of AsyncVectorEnv, which its parent ends, also after Ctrl-C
+            random.seed(seed)  # a copy of its parent's generators would be that of all workers
+            np.random.seed(seed)
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if find_spec("mujoco"):  # it would repeat each warning for each environment, and in a file beside the run
@@ -442,11 +444,9 @@ def make_envs(args: Args, num_envs: int) -> tuple[Any, Callable[[], Any]]:
             {"render_mode": render_mode} if render_mode else {}
         )  # which not every environment takes
         env = gym.make(args.env_id, disable_env_checker=True, **picture)
-        parts = getattr(env.observation_space, "spaces", ())
-        spaces = [env.observation_space, *(parts.values() if isinstance(parts, dict) else parts)]
-        image = any(isinstance(s, gym.spaces.Box) and s.dtype == np.uint8 and len(s.shape) > 1 for s in spaces)
-        require(not image, "its observations are images; ppo_atari.py is the script for images")
-        require(spaces[0].is_np_flattenable, f"its observations, {spaces[0]}, do not flatten into a vector")
+        observed = env.observation_space
+        require(not holds_image(observed), "its observations are images; ppo_atari.py is the script for images")
+        require(observed.is_np_flattenable, f"its observations, {observed}, do not flatten into a vector")
         require(
             isinstance(env.action_space, gym.spaces.Box), f"its actions are {env.action_space}; this takes Box spaces"
         )
@@ -455,22 +455,39 @@ def make_envs(args: Args, num_envs: int) -> tuple[Any, Callable[[], Any]]:
     filmed = args.capture_video and not RANK
     require(not (filmed and args.vectorization == "async"), "--capture-video works with --vectorization sync only")
     kind = gym.vector.SyncVectorEnv if args.vectorization == "sync" else gym.vector.AsyncVectorEnv
-    makers = [lambda mode=mode: make(mode) for mode in ["rgb_array" if filmed else None] + [None] * (num_envs - 1)]
+    modes = ["rgb_array" if filmed else None] + [None] * (num_envs - 1)
+
+    def make_all() -> Any:
+        seeds = np.random.randint(2**31, size=num_envs).tolist()
+        makers = [functools.partial(make, mode, seed) for mode, seed in zip(modes, seeds, strict=True)]
+        return kind(makers, copy=False, autoreset_mode=gym.vector.AutoresetMode.SAME_STEP)
+
     try:
-        probe = makers[0]()
+        probe = make(modes[0], 0)
         shape = probe.reset()[0].shape
         require(
             shape == probe.observation_space.shape, f"it observes {shape}, not as declared {probe.observation_space}"
         )
     except Exception as error:
-        raise UsageError(f"--env-id {args.env_id} cannot be used: {error or type(error).__name__}") from error
+        reason = str(error) if isinstance(error, UsageError | gym.error.Error) else f"{type(error).__name__} {error}"
+        reason += "; Atari games belong to ppo_atari.py" * bool(re.search("^ALE/|NoFrameskip", args.env_id))
+        how = " with --capture-video" * filmed
+        raise UsageError(f"--env-id {args.env_id}{how} cannot be used: {reason}") from error
     try:
-        if filmed:
-            probe.render()
+        require(not filmed or isinstance(probe.render(), np.ndarray), "it draws no picture")
     except Exception as error:
         hint = "without a display, MuJoCo needs MUJOCO_GL=egl or MUJOCO_GL=osmesa"
         raise UsageError(f"--capture-video cannot film {args.env_id}: {error} ({hint})") from error
-    return probe, lambda: kind(makers, copy=False, autoreset_mode=gym.vector.AutoresetMode.SAME_STEP)
+    return probe, make_all
+
+
+def holds_image(space: Any) -> bool:
+    """Whether a part of the space looks like pixels: bytes or 16 x 16 numbers in rows and columns, or very many numbers."""
+    if hasattr(space, "spaces"):
+        return any(map(holds_image, space.spaces.values() if isinstance(space.spaces, dict) else space.spaces))
+    shape = space.shape or ()
+    rows = len(shape) > 1 and (space.dtype == np.uint8 or sorted(shape)[-2] >= 16)
+    return bool(rows or np.prod(shape) > 10_000)
 
 
 @functools.cache
@@ -481,8 +498,9 @@ def warn_once(text: str) -> None:
 
 def check_finite(what: str, values: np.ndarray, steps: np.ndarray, index: np.ndarray | None = None) -> None:
     """Raises FloatingPointError with the environment and the step of its episode; values [n, ...] belong to `index` [n]."""
-    if not np.isfinite(values).all():
-        i = int(np.argmin(np.isfinite(values.reshape(len(values), -1)).all(1)))
+    fine = np.abs(values, dtype=np.float64) < 1e100  # neither NaN nor infinite, nor will its square be
+    if not fine.all():
+        i = int(np.argmin(fine.reshape(len(values), -1).all(1)))
         env = i if index is None else int(index[i])
         where = f"environment {RANK * len(steps) + env} is {values[i]} at step {steps[env]:.0f} of its episode"
         raise FloatingPointError(f"{what} of {where}")
@@ -580,7 +598,7 @@ class Run:
         self.every = -(-51_200 // args.num_steps) if args.checkpoint_every is None else args.checkpoint_every
         self.scores, self.metrics, self.said = deque[float](scores, maxlen=100), dict[str, float](), set[str]()
         self.finished: list[tuple[int, float, int]] = []
-        self.film: Film | None = None
+        self.ended, self.film = False, None  # type: bool, Film | None
         if RANK:
             return
         from torch.utils.tensorboard import SummaryWriter
@@ -621,6 +639,12 @@ class Run:
         afresh = iteration == self.first or iteration % (self.every or self.last) == 0
         if afresh and self.film and self.film.video:
             self.film.end()
+        if afresh and iteration > self.first and not (self.ended or RANK or "restart" in self.said):
+            self.said.add("restart")
+            self.bar.write(
+                "no episode has ended between two checkpoints, at which all start anew; raise --checkpoint-every"
+            )
+        self.ended = self.ended and not afresh
         return afresh
 
     def compile(self, function: Any) -> Any:
@@ -631,6 +655,7 @@ class Run:
         """Note the episodes (environment, return, length) that ended in step t, each under a step number of its own."""
         if self.film:
             self.film.add(frame, any(i == 0 for i, _, _ in finished))
+        self.ended |= bool(finished)
         before = self.iteration * self.batch_size + (t * WORLD + RANK) * self.args.num_envs // WORLD
         self.finished += [(before + i + 1, score, length) for i, score, length in finished]
 
@@ -683,8 +708,10 @@ class Run:
 
     def save(self, name: str, **parts: Any) -> None:
         """Write a file whole or not at all: aside, to the disk, then renamed. It holds tensors, numbers and strings."""
+        weights = torch.cat([p.detach().reshape(-1) for p in self.parts["agent"].parameters()])
+        if not weights.isfinite().all():
+            raise FloatingPointError(f"weights are not finite after iteration {self.iteration}; {name} was not written")
         if WORLD > 1:
-            weights = torch.cat([p.detach().reshape(-1) for p in self.parts["agent"].parameters()])
             low, high = weights.clone(), weights.clone()
             dist.all_reduce(low, dist.ReduceOp.MIN)
             dist.all_reduce(high, dist.ReduceOp.MAX)
@@ -760,7 +787,8 @@ class Film:
         if self.video:
             image = frame()
             zoom = -(-200 // len(image))
-            self.video.append_data(image.repeat(zoom, 0).repeat(zoom, 1))
+            height, width = image.shape[0] * zoom // 2 * 2, image.shape[1] * zoom // 2 * 2  # the codec wants them even
+            self.video.append_data(image.repeat(zoom, 0).repeat(zoom, 1)[:height, :width])
         if ended:
             self.end()
 
@@ -792,6 +820,7 @@ def evaluate(args: Args) -> list[float]:
         finished = envs.step(actions.cpu().numpy())[1]
         if film and share[0]:
             film.add(lambda: envs.envs.envs[0].render(), any(i == 0 for i, _, _ in finished))
+        require(envs.lengths.max() < 100_000, f"an episode of --env-id {args.env_id} has not ended in 100,000 steps")
         for i, score, _ in finished:
             if share[i]:
                 scores.append(score)
@@ -828,9 +857,9 @@ def main() -> None:
     except (EOFError, ConnectionError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and not (WORLD > 1 and re.search("gloo|nccl", str(error), re.I)):
             raise
-        sys.exit(f"error: a process on which this one depends has died: {' '.join(str(error).split())}")
+        sys.exit(f"error: a process on which this one depends has died: {' '.join(repr(error).split())}")
     except (UsageError, FloatingPointError, OSError, KeyboardInterrupt) as error:
-        print(f"error: {str(error) or 'interrupted'}", file=sys.stderr)
+        print(f"error: {' '.join(str(error).split()) or 'interrupted'}", file=sys.stderr)
         sys.exit({UsageError: 2, KeyboardInterrupt: 130}.get(type(error), 1))
     finally:
         if dist.is_initialized():

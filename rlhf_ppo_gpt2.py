@@ -479,8 +479,8 @@ def update_beta(beta: float, kl: float, target_kl: float) -> float:
 
 
 def proportional_beta(beta: float, kl: float, target_kl: float, horizons: float) -> float:
-    """β(1 + e·`horizons`) with e = KL / target - 1 within ±0.2 [R22] (1909.08593 §2.2); `horizons` is n / horizon, at most 1."""
-    return beta * (1 + min(max(kl / target_kl - 1, -0.2), 0.2) * horizons)
+    """β(1 + e·`horizons`) with e = KL / target - 1 within ±0.2 [R22] (1909.08593 §2.2), kept as above; `horizons` is n / horizon ≤ 1."""
+    return min(max(beta * (1 + min(max(kl / target_kl - 1, -0.2), 0.2) * horizons), 1e-4), 1e4) if beta else 0.0
 
 
 def train_reward_model(args: Args, task: Task, reference: Any) -> Any:
@@ -536,7 +536,7 @@ def train(args: Args) -> dict[str, float]:
             if name.startswith("kl/"):
                 metrics[f"{name}_se"] = ((square - mean.square()).clamp(min=0) / args.batch_size).sqrt()
         _, _, returns, values = per_token[:, responses.real]
-        metrics["losses/explained_variance"] = 1 - (returns - values).var() / returns.var()
+        metrics["losses/explained_variance"] = 1 - (returns - values).var(correction=0) / returns.var(correction=0)
         tokens = float(responses.real.sum())
         metrics |= {"charts/beta": leash.beta, "charts/updates": updates, "charts/skipped_updates": skipped,
                     "charts/rollout_tokens_per_second": WORLD * tokens / (middle - begin),
@@ -602,6 +602,9 @@ def check_args(args: Args) -> None:
     require(args.batch_size % WORLD == 0, f"--batch-size {args.batch_size} must be a multiple of the {WORLD} processes")
     require(args.beta_controller != "proportional" or args.kl_horizon >= args.batch_size,
             f"--kl-horizon {args.kl_horizon} must be at least batch-size = {args.batch_size}")  # fmt: skip
+    require(
+        args.num_pairs >= 2 * WORLD, f"--num-pairs {args.num_pairs} must be at least {2 * WORLD}, as some are held out"
+    )
     require(args.fit_batch_size >= WORLD, f"--fit-batch-size {args.fit_batch_size} must be at least {WORLD}")
     require(args.batch_size // WORLD % args.num_minibatches == 0, f"--num-minibatches {args.num_minibatches} must divide"
             f" batch-size = {args.batch_size // WORLD} in each process")  # fmt: skip
@@ -1168,6 +1171,8 @@ class Run:
 
     def save_model(self, name: str, model: Any, task: Task) -> None:
         """A folder that transformers opens, written aside and renamed."""
+        for p in model.parameters():
+            require_finite(p.detach(), f"a weight of {name}")
         if RANK:
             return
         aside = self.folder / f"{name}.tmp"
@@ -1249,8 +1254,10 @@ class Run:
 
     def save(self, name: str, **parts: Any) -> None:
         """Write a file whole or not at all: aside, to the disk, then renamed. It holds tensors, numbers and strings."""
+        weights = torch.cat([p.detach().reshape(-1) for p in self.parts["agent"].parameters()])
+        if not weights.isfinite().all():
+            raise FloatingPointError(f"weights are not finite after iteration {self.iteration}; {name} was not written")
         if WORLD > 1:
-            weights = torch.cat([p.detach().reshape(-1) for p in self.parts["agent"].parameters()])
             low, high = weights.clone(), weights.clone()
             dist.all_reduce(low, dist.ReduceOp.MIN)
             dist.all_reduce(high, dist.ReduceOp.MAX)
@@ -1358,9 +1365,9 @@ def main() -> None:
     except (EOFError, ConnectionError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and not (WORLD > 1 and re.search("gloo|nccl", str(error), re.I)):
             raise
-        sys.exit(f"error: a process on which this one depends has died: {' '.join(str(error).split())}")
+        sys.exit(f"error: a process on which this one depends has died: {' '.join(repr(error).split())}")
     except (UsageError, FloatingPointError, OSError, KeyboardInterrupt) as error:
-        print(f"error: {str(error) or 'interrupted'}", file=sys.stderr)
+        print(f"error: {' '.join(str(error).split()) or 'interrupted'}", file=sys.stderr)
         sys.exit({UsageError: 2, KeyboardInterrupt: 130}.get(type(error), 1))
     finally:
         if dist.is_initialized():

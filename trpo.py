@@ -79,7 +79,7 @@ class Args:
     device: str = "auto"  # auto (CUDA if there is one), cpu, cuda, cuda:1 or mps
     cuda: bool = True  # --no-cuda means cpu
     torch_deterministic: bool = True  # deterministic cuDNN kernels; --no-... lets cuDNN choose the fastest
-    compile: bool = False  # torch.compile of rollout and value loss, with CUDA graphs on CUDA
+    compile: bool = False  # torch.compile of the value network, with CUDA graphs on CUDA
     bf16: bool = False  # value network in bfloat16 (autocast), other matrix products in TF32
     exp_name: str = "trpo"  # name of the experiment, part of the folder's name
     run_dir: str = "runs"  # where run folders are made
@@ -250,26 +250,26 @@ def train(args: Args) -> dict[str, float]:
     obs_dim, action_dim, discrete = envs.obs_stats.mean.size, envs.low.size, envs.envs.discrete
     torch.manual_seed(args.seed)  # the same weights in every process
     agent = Agent(obs_dim, action_dim, discrete, args.bf16).to(device)
-    optimizer = torch.optim.Adam(agent.critic.parameters(), args.learning_rate, eps=1e-5, fused=True)  # [3]
+    optimizer = torch.optim.Adam([weights := flatten(agent.critic)], args.learning_rate, eps=1e-5, fused=True)  # [3]
     run = Run(args, device, agent=agent, optimizer=optimizer, obs_stats=envs.obs_stats, return_stats=envs.return_stats)
-    policy_fn, values_fn = run.compile(agent), run.compile(agent.values)
+    values_fn = run.compile(agent.values)
     shape = (args.num_steps, args.num_envs // WORLD)  # [T, N]
-    obs, next_obs = torch.zeros((2, *shape, obs_dim), device=device)
-    actions = torch.zeros((*shape, action_dim), device=device)
+    seen, reached = np.zeros((2, *shape, obs_dim), np.float32)  # before and after each step
+    taken = np.zeros((*shape, action_dim), np.float32)  # actions
     rows = np.zeros((args.num_steps, 3, shape[1]), np.float32)  # rewards, terminations, truncations
 
     for iteration in range(run.first, run.last):
         if run.starts_afresh(iteration):
             envs.reset(reseed(args.seed, iteration))
-        noise = draw_noise(actions, discrete)
-        with torch.inference_mode():
-            for t in range(args.num_steps):  # a segment of fixed length; the next one goes on where this one ends [1]
-                obs[t] = torch.from_numpy(envs.obs)
-                actions[t] = sample(policy_fn(obs[t]), noise[t])
-                rows[t], finished = envs.step(actions[t].cpu().numpy())
-                next_obs[t] = torch.from_numpy(envs.final_obs)
-                run.episodes(t, finished, lambda: envs.envs.envs[0].render())
-        rewards, terminations, truncations = torch.from_numpy(rows).to(device).unbind(1)
+        policy, noise = in_numpy(agent.actor), draw_noise(agent, *shape).cpu().numpy()
+        for t in range(args.num_steps):  # a segment of fixed length; the next one goes on where this one ends [1]
+            seen[t] = envs.obs
+            taken[t] = choose(policy(envs.obs) + noise[t], discrete)
+            rows[t], finished = envs.step(taken[t])
+            reached[t] = envs.final_obs
+            run.episodes(t, finished, lambda: envs.envs.envs[0].render())
+        obs, next_obs, actions, stored = (torch.from_numpy(x).to(device) for x in (seen, reached, taken, rows))
+        rewards, terminations, truncations = stored.unbind(1)
         dones = terminations + truncations
         ends = terminations if args.bootstrap_truncated else dones
         values, next_values = agent.values(torch.stack([obs, next_obs])).detach()
@@ -282,15 +282,15 @@ def train(args: Args) -> dict[str, float]:
             inputs, old_values, targets = (x[index] for x in batch)
             loss = value_loss(values_fn(inputs), old_values, targets, None)
             losses.append(loss.detach().clone())
-            optimizer.zero_grad()
+            weights.grad.zero_()
             loss.backward()
             average_gradients(agent)
             optimizer.step()
         metrics["losses/value_loss"] = torch.stack(losses).mean()
-        metrics["losses/explained_variance"] = 1 - (returns - values).var() / returns.var()
+        metrics["losses/explained_variance"] = 1 - (returns - values).var(correction=0) / returns.var(correction=0)
         if agent.actor_logstd is not None:
             metrics["charts/policy_std"] = agent.actor_logstd.detach().exp().mean()
-            metrics["charts/clipped_actions"] = np.mean((raw := actions.cpu().numpy()) != raw.clip(envs.low, envs.high))
+            metrics["charts/clipped_actions"] = np.mean(taken != taken.clip(envs.low, envs.high))
         run.end_iteration(metrics)
     return run.finish()
 
@@ -381,16 +381,17 @@ def value_loss(new_values: Tensor, old_values: Tensor, returns: Tensor, clip_coe
     return 0.5 * errors.mean()
 
 
-def draw_noise(like: Tensor, discrete: bool) -> Tensor:
-    """What `sample` adds, in the shape of `like`: Gumbel noise for discrete actions, normal noise for others."""
-    return -torch.empty_like(like).exponential_().log() if discrete else torch.randn_like(like)
+def draw_noise(agent: Agent, *batch: int) -> Tensor:
+    """[*batch, A] to add to the actor's outputs: normal with the policy's std, or Gumbel noise for discrete actions."""
+    outputs = agent.get_parameter("actor.4.bias").detach().expand(*batch, -1)
+    if agent.actor_logstd is None:
+        return -torch.empty_like(outputs).exponential_().log()
+    return agent.actor_logstd.detach().exp() * torch.randn_like(outputs)
 
 
-def sample(pi: Pi, noise: Tensor) -> Tensor:
-    """Actions [B, A], discrete ones one-hot; without noise the most probable ones."""
-    if len(pi) == 1:
-        return nn.functional.one_hot((pi[0] + noise).argmax(-1), noise.shape[-1])
-    return pi[0] + pi[1].exp() * noise
+def choose(outputs: np.ndarray, discrete: bool) -> np.ndarray:
+    """Actions [B, A] from the actor's outputs [B, A] with their noise: discrete ones one-hot at the largest."""
+    return np.eye(outputs.shape[-1], dtype=np.float32)[outputs.argmax(-1)] if discrete else outputs
 
 
 def entropy(pi: Pi) -> Tensor:
@@ -541,8 +542,10 @@ def make_envs(args: Args, num_envs: int) -> tuple[Any, Callable[[], Any]]:
         hasattr(gym.vector, "AutoresetMode"), f"gymnasium {gym.__version__} is too old: pip install gymnasium==1.4.0"
     )
 
-    def make(render_mode: str | None = None) -> PlainEnv:
+    def make(render_mode: str | None, seed: int) -> PlainEnv:
         if multiprocessing.parent_process():  # a worker of AsyncVectorEnv, which its parent ends, also after Ctrl-C
+            random.seed(seed)  # a copy of its parent's generators would be that of all workers
+            np.random.seed(seed)
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if find_spec("mujoco"):  # it would repeat each warning for each environment, and in a file beside the run
@@ -553,11 +556,9 @@ def make_envs(args: Args, num_envs: int) -> tuple[Any, Callable[[], Any]]:
             {"render_mode": render_mode} if render_mode else {}
         )  # which not every environment takes
         env = gym.make(args.env_id, disable_env_checker=True, **picture)
-        parts = getattr(env.observation_space, "spaces", ())
-        spaces = [env.observation_space, *(parts.values() if isinstance(parts, dict) else parts)]
-        image = any(isinstance(s, gym.spaces.Box) and s.dtype == np.uint8 and len(s.shape) > 1 for s in spaces)
-        require(not image, "its observations are images; ppo_atari.py is the script for images")
-        require(spaces[0].is_np_flattenable, f"its observations, {spaces[0]}, do not flatten into a vector")
+        observed = env.observation_space
+        require(not holds_image(observed), "its observations are images; ppo_atari.py is the script for images")
+        require(observed.is_np_flattenable, f"its observations, {observed}, do not flatten into a vector")
         takes = isinstance(env.action_space, gym.spaces.Box | gym.spaces.Discrete)
         require(takes, f"its actions are {env.action_space}; this takes Box and Discrete spaces")
         return PlainEnv(env)
@@ -565,23 +566,40 @@ def make_envs(args: Args, num_envs: int) -> tuple[Any, Callable[[], Any]]:
     filmed = args.capture_video and not RANK
     require(not (filmed and args.vectorization == "async"), "--capture-video works with --vectorization sync only")
     kind = gym.vector.SyncVectorEnv if args.vectorization == "sync" else gym.vector.AsyncVectorEnv
-    makers = [lambda mode=mode: make(mode) for mode in ["rgb_array" if filmed else None] + [None] * (num_envs - 1)]
+    modes = ["rgb_array" if filmed else None] + [None] * (num_envs - 1)
+
+    def make_all() -> Any:
+        seeds = np.random.randint(2**31, size=num_envs).tolist()
+        makers = [functools.partial(make, mode, seed) for mode, seed in zip(modes, seeds, strict=True)]
+        return kind(makers, copy=False, autoreset_mode=gym.vector.AutoresetMode.SAME_STEP)
+
     try:
-        probe: Any = makers[0]()
+        probe: Any = make(modes[0], 0)
         shape = probe.reset()[0].shape
         require(
             shape == probe.observation_space.shape, f"it observes {shape}, not as declared {probe.observation_space}"
         )
         probe.discrete = isinstance(probe.env.action_space, gym.spaces.Discrete)
     except Exception as error:
-        raise UsageError(f"--env-id {args.env_id} cannot be used: {error or type(error).__name__}") from error
+        reason = str(error) if isinstance(error, UsageError | gym.error.Error) else f"{type(error).__name__} {error}"
+        reason += "; Atari games belong to ppo_atari.py" * bool(re.search("^ALE/|NoFrameskip", args.env_id))
+        how = " with --capture-video" * filmed
+        raise UsageError(f"--env-id {args.env_id}{how} cannot be used: {reason}") from error
     try:
-        if filmed:
-            probe.render()
+        require(not filmed or isinstance(probe.render(), np.ndarray), "it draws no picture")
     except Exception as error:
         hint = "without a display, MuJoCo needs MUJOCO_GL=egl or MUJOCO_GL=osmesa"
         raise UsageError(f"--capture-video cannot film {args.env_id}: {error} ({hint})") from error
-    return probe, lambda: kind(makers, copy=False, autoreset_mode=gym.vector.AutoresetMode.SAME_STEP)
+    return probe, make_all
+
+
+def holds_image(space: Any) -> bool:
+    """Whether a part of the space looks like pixels: bytes or 16 x 16 numbers in rows and columns, or very many numbers."""
+    if hasattr(space, "spaces"):
+        return any(map(holds_image, space.spaces.values() if isinstance(space.spaces, dict) else space.spaces))
+    shape = space.shape or ()
+    rows = len(shape) > 1 and (space.dtype == np.uint8 or sorted(shape)[-2] >= 16)
+    return bool(rows or np.prod(shape) > 10_000)
 
 
 @functools.cache
@@ -592,8 +610,9 @@ def warn_once(text: str) -> None:
 
 def check_finite(what: str, values: np.ndarray, steps: np.ndarray, index: np.ndarray | None = None) -> None:
     """Raises FloatingPointError with the environment and the step of its episode; values [n, ...] belong to `index` [n]."""
-    if not np.isfinite(values).all():
-        i = int(np.argmin(np.isfinite(values.reshape(len(values), -1)).all(1)))
+    fine = np.abs(values, dtype=np.float64) < 1e100  # neither NaN nor infinite, nor will its square be
+    if not fine.all():
+        i = int(np.argmin(fine.reshape(len(values), -1).all(1)))
         env = i if index is None else int(index[i])
         where = f"environment {RANK * len(steps) + env} is {values[i]} at step {steps[env]:.0f} of its episode"
         raise FloatingPointError(f"{what} of {where}")
@@ -606,6 +625,31 @@ def reseed(seed: int, iteration: int) -> int:
     np.random.seed(words[1])
     torch.manual_seed(words[2])
     return words[3]
+
+
+def in_numpy(network: nn.Sequential) -> Callable[[np.ndarray], np.ndarray]:
+    """An MLP with tanh as a function of NumPy arrays: for the few rows of one step far faster than its calls in torch."""
+    assert all(isinstance(layer, nn.Linear | nn.Tanh) for layer in network), "other layers need other code here"
+    products = [layer for layer in network if isinstance(layer, nn.Linear)]
+    *hidden, last = [[p.detach().cpu().numpy().T for p in layer.parameters()] for layer in products]
+
+    def forward(x: np.ndarray) -> np.ndarray:
+        for weight, bias in hidden:
+            x = np.tanh(x @ weight + bias)
+        return x @ last[0] + last[1]
+
+    return forward
+
+
+def flatten(agent: nn.Module) -> Any:
+    """One vector of all weights and one, its `grad`, of their gradients, of which the agent's own become views: clipping
+    and Adam then take one operation on one tensor where they took one on each of many small ones."""
+    own, sizes = list(agent.parameters()), [p.numel() for p in agent.parameters()]
+    weights = torch.cat([p.detach().reshape(-1) for p in own]).requires_grad_()
+    weights.grad = torch.zeros_like(weights)
+    for p, data, grad in zip(own, weights.detach().split(sizes), weights.grad.split(sizes), strict=True):
+        p.data, p.grad = data.view(p.shape), grad.view(p.shape)
+    return weights
 
 
 def global_mean(x: Tensor) -> Tensor:
@@ -666,7 +710,7 @@ class Run:
         self.every = -(-51_200 // args.num_steps) if args.checkpoint_every is None else args.checkpoint_every
         self.scores, self.metrics, self.said = deque[float](scores, maxlen=100), dict[str, float](), set[str]()
         self.finished: list[tuple[int, float, int]] = []
-        self.film: Film | None = None
+        self.ended, self.film = False, None  # type: bool, Film | None
         if RANK:
             return
         from torch.utils.tensorboard import SummaryWriter
@@ -707,6 +751,12 @@ class Run:
         afresh = iteration == self.first or iteration % (self.every or self.last) == 0
         if afresh and self.film and self.film.video:
             self.film.end()
+        if afresh and iteration > self.first and not (self.ended or RANK or "restart" in self.said):
+            self.said.add("restart")
+            self.bar.write(
+                "no episode has ended between two checkpoints, at which all start anew; raise --checkpoint-every"
+            )
+        self.ended = self.ended and not afresh
         return afresh
 
     def compile(self, function: Any) -> Any:
@@ -717,6 +767,7 @@ class Run:
         """Note the episodes (environment, return, length) that ended in step t, each under a step number of its own."""
         if self.film:
             self.film.add(frame, any(i == 0 for i, _, _ in finished))
+        self.ended |= bool(finished)
         before = self.iteration * self.batch_size + (t * WORLD + RANK) * self.args.num_envs // WORLD
         self.finished += [(before + i + 1, score, length) for i, score, length in finished]
 
@@ -769,8 +820,10 @@ class Run:
 
     def save(self, name: str, **parts: Any) -> None:
         """Write a file whole or not at all: aside, to the disk, then renamed. It holds tensors, numbers and strings."""
+        weights = torch.cat([p.detach().reshape(-1) for p in self.parts["agent"].parameters()])
+        if not weights.isfinite().all():
+            raise FloatingPointError(f"weights are not finite after iteration {self.iteration}; {name} was not written")
         if WORLD > 1:
-            weights = torch.cat([p.detach().reshape(-1) for p in self.parts["agent"].parameters()])
             low, high = weights.clone(), weights.clone()
             dist.all_reduce(low, dist.ReduceOp.MIN)
             dist.all_reduce(high, dist.ReduceOp.MAX)
@@ -846,7 +899,8 @@ class Film:
         if self.video:
             image = frame()
             zoom = -(-200 // len(image))
-            self.video.append_data(image.repeat(zoom, 0).repeat(zoom, 1))
+            height, width = image.shape[0] * zoom // 2 * 2, image.shape[1] * zoom // 2 * 2  # the codec wants them even
+            self.video.append_data(image.repeat(zoom, 0).repeat(zoom, 1)[:height, :width])
         if ended:
             self.end()
 
@@ -864,7 +918,8 @@ def evaluate(args: Args) -> list[float]:
     device, folder = start(args), str(args.evaluate)
     n, scores = min(args.num_envs, args.eval_episodes), list[float]()
     envs = NormalizedEnvs(args, n)
-    agent = Agent(envs.obs_stats.mean.size, envs.low.size, envs.envs.discrete, args.bf16).to(device)
+    discrete = envs.envs.discrete
+    agent = Agent(envs.obs_stats.mean.size, envs.low.size, discrete, args.bf16).to(device)
     iteration, *_ = restore(folder, device, agent=agent, obs_stats=envs.obs_stats)
     envs.obs_stats.update = envs.return_stats.update = lambda x: None  # type: ignore[method-assign]  # frozen
     film = Film(Path(folder), "evaluation", True, 30) if args.capture_video else None
@@ -872,11 +927,11 @@ def evaluate(args: Args) -> list[float]:
     share = [args.eval_episodes // n + (i < args.eval_episodes % n) for i in range(n)]
     while any(share):
         with torch.inference_mode():
-            pi = agent(torch.from_numpy(envs.obs).to(device))
-            actions = sample(pi, draw_noise(pi[0], agent.actor_logstd is None) * args.eval_sample)
-        finished = envs.step(actions.cpu().numpy())[1]
+            outputs = agent.actor(torch.from_numpy(envs.obs).to(device)) + draw_noise(agent, n) * args.eval_sample
+        finished = envs.step(choose(outputs.cpu().numpy(), discrete))[1]
         if film and share[0]:
             film.add(lambda: envs.envs.envs[0].render(), any(i == 0 for i, _, _ in finished))
+        require(envs.lengths.max() < 100_000, f"an episode of --env-id {args.env_id} has not ended in 100,000 steps")
         for i, score, _ in finished:
             if share[i]:
                 scores.append(score)
@@ -913,9 +968,9 @@ def main() -> None:
     except (EOFError, ConnectionError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and not (WORLD > 1 and re.search("gloo|nccl", str(error), re.I)):
             raise
-        sys.exit(f"error: a process on which this one depends has died: {' '.join(str(error).split())}")
+        sys.exit(f"error: a process on which this one depends has died: {' '.join(repr(error).split())}")
     except (UsageError, FloatingPointError, OSError, KeyboardInterrupt) as error:
-        print(f"error: {str(error) or 'interrupted'}", file=sys.stderr)
+        print(f"error: {' '.join(str(error).split()) or 'interrupted'}", file=sys.stderr)
         sys.exit({UsageError: 2, KeyboardInterrupt: 130}.get(type(error), 1))
     finally:
         if dist.is_initialized():

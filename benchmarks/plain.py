@@ -95,6 +95,27 @@ def atari() -> Iterator[Timing]:
     return ppo([breakout] * 8, AtariAgent(4), 128, 2.5e-4, 4, 4, 0.1, 0.01)
 
 
+def trpo() -> Iterator[Timing]:
+    """Not a loop of this file but that of SB3-contrib, on one thread, with the batch and the epochs of trpo.py."""
+    from sb3_contrib import TRPO
+    from stable_baselines3.common.callbacks import ConvertCallback
+    from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
+
+    torch.set_num_threads(1)
+    envs = VecNormalize(DummyVecEnv([lambda: gym.make("HalfCheetah-v5")]))
+    model: Any = TRPO(
+        "MlpPolicy", envs, n_steps=2048, batch_size=128, n_critic_updates=10, cg_max_steps=10, device="cpu", seed=1
+    )
+    _, callback = model._setup_learn(10**9, ConvertCallback(lambda *_: True))
+    callback.on_training_start({}, {})
+    while True:
+        begin = time.perf_counter()
+        model.collect_rollouts(envs, callback, model.rollout_buffer, 2048)
+        middle = time.perf_counter()
+        model.train()
+        yield middle - begin, time.perf_counter() - middle, 2048
+
+
 def ppo(makers: list[Callable[[], gym.Env]], agent: nn.Module, steps: int, lr: float, epochs: int, minibatches: int,
         clip: float, ent_coef: float) -> Iterator[Timing]:  # fmt: skip
     envs = gym.vector.SyncVectorEnv(makers)

@@ -39,7 +39,8 @@ matplotlib.use("Agg")
 ROOT = Path(__file__).parents[1]
 BINS = 100  # rows of a CSV file
 TASKS = ("HalfCheetah-v4", "Hopper-v4", "Walker2d-v4")
-PUBLISHED = {  # 1M steps, last 100 training episodes: mean and std over 3 seeds (PPO: CleanRL), mean over 6 (TRPO: baselines, v2)
+# 1M steps, last 100 training episodes: mean and std over 3 seeds (PPO: CleanRL), mean over 6 (TRPO: baselines, v2)
+PUBLISHED: dict[str, dict[str, tuple[int, int | None]]] = {
     "ppo_continuous": {"HalfCheetah-v4": (1443, 46), "Hopper-v4": (2383, 272), "Walker2d-v4": (2288, 572)},
     "trpo": {"HalfCheetah-v4": (1290, None), "Hopper-v4": (1913, None), "Walker2d-v4": (2343, None)},
 }
@@ -122,13 +123,15 @@ def digest(folder: Path, spec: Spec) -> tuple[dict[str, Any], pd.DataFrame]:
     log = EventAccumulator(str(folder), size_guidance={"scalars": 0})
     log.Reload()
     tags = log.Tags()["scalars"]
-    events = {name: next((log.Scalars(tag) for tag in wanted if tag in tags), []) for name, wanted in TAGS.items()}
+    events: dict[str, Any] = {
+        name: next((log.Scalars(tag) for tag in wanted if tag in tags), []) for name, wanted in TAGS.items()
+    }
     times = [(event.step, event.wall_time) for event in log.Scalars("charts/SPS")]
     steps, clock = (np.array(column) for column in zip(*times, strict=True))
     gaps = np.diff(clock, prepend=2 * clock[0] - clock[1] if len(clock) > 1 else clock[0])
     gaps[gaps > 20 * np.median(gaps)] = np.median(gaps)  # while it was interrupted
-    ends = lambda at: np.minimum(-(-np.asarray(at) // width) * width, steps[-1])  # of the hundredth that a step lies in
     width = -(-steps[-1] // BINS)
+    ends = lambda at: np.minimum(-(-np.asarray(at) // width) * width, steps[-1])  # of the hundredth that a step lies in
     table = pd.DataFrame({"seconds": pd.Series(gaps.cumsum(), index=steps).groupby(ends(steps)).last()})
     for name, points in events.items():
         if points:

@@ -2,10 +2,15 @@
 
     python benchmarks/speed.py                                   everything, on the CPU
     python benchmarks/speed.py --only continuous rlhf --rounds 5
+    python benchmarks/speed.py --scaling                         also over environments, widths, model sizes, lengths
     python benchmarks/speed.py --device cuda --json speed.json
 
 Script and plain loop take turns, A B A B, so that what else the machine does meets both; what is compared are the ratios of
-neighbours, and of those the median. The first iteration of each turn is warm-up. Plain loops run on the CPU.
+neighbours, and of those the median. The first iteration of each turn is warm-up. Plain loops run on the CPU; that of Atari
+needs OpenCV, and TRPO is held against SB3-contrib, if it is installed.
+
+Of the limit: operations per second of the update (counted by torch, in float32) over those of large matrix products with as
+many threads and of the same type; steps per second of the rollout over those of the simulator alone.
 """
 
 from __future__ import annotations
@@ -13,13 +18,16 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib
+import importlib.util
 import io
 import json
 import platform
+import re
 import statistics
 import sys
 import tempfile
 import time
+import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import count, islice
@@ -30,6 +38,7 @@ import mujoco
 import numpy as np
 import torch
 import tyro
+from torch.utils.flop_counter import FlopCounterMode
 
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
@@ -40,7 +49,7 @@ WORK: dict[str, tuple[str, str, list[list[str]]]] = {  # name -> script, plain l
     "atari": ("ppo_atari", "atari", [[], ["--bf16"], ["--bf16", "--compile"]]),
     "continuous": ("ppo_continuous", "control", [[], ["--compile"], ["--num-envs", "8", "--num-steps", "256"]]),
     "penalty": ("ppo_penalty", "control", [[], ["--compile"]]),
-    "trpo": ("trpo", "", [[]]),
+    "trpo": ("trpo", "trpo", [[]]),
     "rlhf": ("rlhf_ppo_gpt2", "rlhf", [[]]),
 }
 
@@ -52,15 +61,21 @@ class Args:
     only: tuple[Literal["atari", "continuous", "penalty", "trpo", "rlhf"], ...] = ()  # what to measure; default all
     rounds: int = 3  # turns of script and plain loop
     iterations: int = 3  # iterations of each turn after its warm-up
+    scaling: bool = False  # how cost grows with environments, width of the network, model size and length
     device: str = "cpu"  # of the scripts
     json: str | None = None  # file for the figures
 
 
-def timed(name: str, flags: list[str], iterations: int) -> list[Timing]:
-    """Iterations of a script's own `train`, without the first, by the clock when it calls compute_gae and end_iteration."""
-    module: Any = importlib.import_module(name)
+def timed(name: str, flags: list[str], iterations: int, width: int = 64) -> tuple[list[Timing], float]:
+    """Iterations of a script's own `train`, without the first, by the clock when it calls compute_gae and end_iteration.
+
+    Also the floating point operations of an update, counted in that first one, or 0 if it is compiled. `width` replaces that
+    of the networks for control.
+    """
+    module: Any = load(name, width)
     timings: list[Timing] = []
     clock: dict[str, float] = {}
+    counter = None if "--compile" in flags else FlopCounterMode(display=False)
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as undo:
         flags = [*flags, "--run-dir", folder, "--checkpoint-every", "0"]
         args = module.parse_args(flags)
@@ -71,6 +86,8 @@ def timed(name: str, flags: list[str], iterations: int) -> list[Timing]:
         def compute_gae(*inputs: Any) -> Any:
             synchronize(args.device)
             clock["middle"] = time.perf_counter()
+            if counter and "begin" not in clock:
+                counter.__enter__()
             return gae(*inputs)
 
         def end_iteration(run: Any, metrics: dict[str, Any]) -> None:
@@ -78,6 +95,8 @@ def timed(name: str, flags: list[str], iterations: int) -> list[Timing]:
             now = time.perf_counter()
             if "begin" in clock:
                 timings.append((clock["middle"] - clock["begin"], now - clock["middle"], float(size)))
+            elif counter:
+                counter.__exit__(None, None, None)
             end(run, metrics)
             clock["begin"] = time.perf_counter()
 
@@ -86,7 +105,19 @@ def timed(name: str, flags: list[str], iterations: int) -> list[Timing]:
         module.compute_gae, module.Run.end_iteration = compute_gae, end_iteration
         with contextlib.redirect_stdout(io.StringIO()):
             module.train(args)
-    return timings
+    return timings, float(counter.get_total_flops()) if counter else 0.0
+
+
+def load(name: str, width: int) -> Any:
+    """A script as a module, hidden layers of 64 replaced by others if so wished."""
+    if width == 64:
+        return importlib.import_module(name)
+    source = (ROOT / f"{name}.py").read_text()
+    module: Any = types.ModuleType(name)
+    sys.modules[name] = module  # dataclasses look themselves up
+    exec(compile(re.sub(r"\b64\b(?=[,)])", str(width), source), f"{name}.py", "exec"), module.__dict__)
+    del sys.modules[name]
+    return module
 
 
 def synchronize(device: str) -> None:
@@ -97,9 +128,10 @@ def synchronize(device: str) -> None:
 class Rlhf:
     """The PPO part of rlhf_ppo_gpt2.py and of the plain loop, from the same models after a short fine-tuning."""
 
-    def __init__(self) -> None:
+    def __init__(self, **changes: Any) -> None:
         self.module: Any = importlib.import_module("rlhf_ppo_gpt2")
-        args = self.args = self.module.Args(sft_size=6_000)
+        args = self.args = self.module.Args(**({"sft_size": 6_000} | changes))
+        self.flops = 0.0  # of the first update
         cpu = torch.device("cpu")
         self.task, raw = self.module.load_task(args, cpu)
         fresh = copy.deepcopy(raw)  # with the activation that transformers gives a GPT-2
@@ -121,7 +153,10 @@ class Rlhf:
             begin = time.perf_counter()
             responses, per_token, _ = m.rollout(args, agent, self.reference, score, self.batch(i), self.task.eos, 0.15)
             middle = time.perf_counter()
-            m.update(args, agent, optimizer, m.ppo_loss, responses, per_token)
+            counter = FlopCounterMode(display=False)
+            with counter if not i else contextlib.nullcontext():
+                m.update(args, agent, optimizer, m.ppo_loss, responses, per_token)
+            self.flops = self.flops or float(counter.get_total_flops()) / float(responses.real.sum())
             yield middle - begin, time.perf_counter() - middle, float(responses.real.sum())
 
     def plain(self) -> Iterator[Timing]:
@@ -140,35 +175,74 @@ class Rlhf:
         return plain.rlhf(policy, reference, scorers[0], scorers[1], prompts, self.task.eos, self.args.response_length)
 
 
-def limits(device: str) -> dict[str, float]:
-    """What the machine does at best: TFLOP/s of square matrix products, GB/s of copies, steps/s of the simulator alone."""
+class Untrained(Rlhf):
+    """The same with a new GPT-2 of any size, random prompts, and answers that all have the full length."""
+
+    def __init__(self, layers: int, width: int, heads: int, vocabulary: int, **changes: Any):
+        import transformers
+
+        self.module, self.flops = importlib.import_module("rlhf_ppo_gpt2"), 0.0
+        self.args = self.module.Args(**changes)
+        config = transformers.GPT2Config(
+            vocab_size=vocabulary, n_positions=1024, n_embd=width, n_layer=layers, n_head=heads, bos_token_id=0,
+            eos_token_id=0, pad_token_id=0)  # fmt: skip
+        torch.manual_seed(1)
+        model = transformers.GPT2LMHeadModel._from_config(config, attn_implementation="sdpa")
+        self.reference = self.module.still(model)
+        self.scorer = self.module.as_scorer(self.reference)
+        self.task = types.SimpleNamespace(eos=vocabulary)  # a token that is never drawn
+        self.size = sum(p.numel() for p in model.parameters())
+
+    def batch(self, iteration: int) -> list[list[int]]:
+        return torch.randint(1, 50, (self.args.batch_size, 8)).tolist()
+
+
+def rate(work: Callable[[], Any], amount: float, device: str) -> float:
+    """Amount per second, the median of seven times after one that is not counted."""
+    work()
+    times = []
+    for _ in range(7):
+        synchronize(device)
+        begin = time.perf_counter()
+        work()
+        synchronize(device)
+        times.append(time.perf_counter() - begin)
+    return amount / statistics.median(times)
+
+
+def simulator_rate(name: str, num_envs: int) -> float:
+    """Steps per second of the simulator alone, with random actions: one game's frames, or one MuJoCo model, per environment."""
+    if name == "atari":
+        module: Any = importlib.import_module("ppo_atari")
+        games = module.AtariGames(module.Args(num_envs=num_envs), num_envs)
+        games.reset(1)
+        actions = np.random.default_rng(1).integers(games.num_actions, size=(100, num_envs))
+        return rate(lambda: [games.step(row) for row in actions], actions.size, "cpu")
     import gymnasium as gym
 
-    def rate(work: Callable[[], Any], amount: float) -> float:
-        work()
-        times = []
-        for _ in range(7):
-            synchronize(device)
-            begin = time.perf_counter()
-            work()
-            synchronize(device)
-            times.append(time.perf_counter() - begin)
-        return amount / statistics.median(times)
-
-    a, b = torch.randn(2, 1024, 1024, device=device)
-    x = torch.zeros(2**26, dtype=torch.uint8, device=device)
-    env = gym.vector.SyncVectorEnv([lambda: gym.make("HalfCheetah-v5")])
+    env = gym.make("HalfCheetah-v5").unwrapped
     env.reset(seed=1)
-    action = np.zeros((1, 6), np.float32)
-    one = gym.make("HalfCheetah-v5").unwrapped
-    one.reset(seed=1)
-    return {
-        "float32 TFLOP/s": rate(lambda: a @ b, 2 * 1024**3 / 1e12),
-        "bfloat16 TFLOP/s": rate(lambda: a.bfloat16() @ b.bfloat16(), 2 * 1024**3 / 1e12),
-        "copy GB/s": rate(x.clone, 2 * x.numel() / 1e9),
-        "HalfCheetah alone, steps/s": rate(lambda: [one.step(action[0]) for _ in range(200)], 200),
-        "HalfCheetah in a vector environment, steps/s": rate(lambda: [env.step(action) for _ in range(200)], 200),
+    actions = np.random.default_rng(1).uniform(-1, 1, (200, 6)).astype(np.float32)
+    return rate(lambda: [env.step(row) for row in actions], len(actions), "cpu")
+
+
+def limits(device: str) -> dict[str, float]:
+    """What the machine does at best: TFLOP/s of square matrix products, GB/s of copies, steps/s of the simulators alone."""
+    a, b = torch.randn(2, 1024, 1024, device=device)
+    low_a, low_b = a.bfloat16(), b.bfloat16()
+    x = torch.zeros(2**26, dtype=torch.uint8, device=device)
+    products, threads = 2 * 1024**3 / 1e12, torch.get_num_threads()
+    found = {
+        "float32 TFLOP/s": rate(lambda: a @ b, products, device),
+        "bfloat16 TFLOP/s": rate(lambda: low_a @ low_b, products, device),
+        "copy GB/s": rate(x.clone, 2 * x.numel() / 1e9, device),
     }
+    torch.set_num_threads(1)
+    found["float32 TFLOP/s, one thread"] = rate(lambda: a @ b, products, device)
+    torch.set_num_threads(threads)
+    found["HalfCheetah alone, steps/s"] = simulator_rate("control", 1)
+    found["8 games of Breakout alone, steps/s"] = simulator_rate("atari", 8)
+    return found
 
 
 def median_rates(timings: list[Timing]) -> dict[str, float]:
@@ -179,30 +253,83 @@ def median_rates(timings: list[Timing]) -> dict[str, float]:
     }
 
 
-def compare(name: str, flags: list[str], args: Args) -> dict[str, Any]:
-    """Rates of a script with flags, of its plain loop, and the ratios of their turns."""
-    script, plain_name, _ = WORK[name]
+def plain_loop(name: str, models: Rlhf | None) -> Iterator[Timing] | None:
+    """What a script is held against, or None if the package for it is missing."""
+    package = {"atari": "cv2", "trpo": "sb3_contrib"}.get(name, "torch")
+    if not importlib.util.find_spec(package):
+        print(f"{name}: nothing to compare with, as the package {package} is not installed")
+        return None
+    return models.plain() if models else getattr(plain, WORK[name][1])()
+
+
+def compare(name: str, flags: list[str], args: Args, machine: dict[str, float]) -> dict[str, Any]:
+    """Rates of a script with flags, of its plain loop, the ratios of their turns, and the shares of the machine's limits."""
     models = Rlhf() if name == "rlhf" else None
-    loop = models.plain() if models else getattr(plain, plain_name)() if plain_name else None
+    loop = plain_loop(name, models)
     own = models.script() if models else None
     threads = torch.get_num_threads()
     turns: list[tuple[list[Timing], list[Timing]]] = []
+    flops, size = 0.0, 1.0
     for _ in range(args.rounds):
         if own:
             mine = list(islice(own, args.iterations + 1))[1:]
+            flops = models.flops if models else 0.0
         else:
-            mine = timed(script, [*flags, "--device", args.device], args.iterations)
-        if name == "atari":
+            mine, counted = timed(WORK[name][0], [*flags, "--device", args.device], args.iterations)
+            flops, size = counted, mine[0][2]
+        if name in ("atari", "rlhf"):
             torch.set_num_threads(threads)
         theirs = list(islice(loop, args.iterations + 1))[1:] if loop else []
         turns.append((mine, theirs))
-    result: dict[str, Any] = {"script": median_rates([t for mine, _ in turns for t in mine])}
+    torch.set_num_threads(threads)
+    rates = median_rates([t for mine, _ in turns for t in mine])
+    result: dict[str, Any] = {"script": rates, "limits": {}}
+    one = "" if name in ("atari", "rlhf") else ", one thread"
+    peak = machine["bfloat16 TFLOP/s" if "--bf16" in flags else f"float32 TFLOP/s{one}"]
+    if flops:
+        result["limits"]["update"] = flops / size * rates["update"] / 1e12 / peak
+    if name != "rlhf":
+        alone = "8 games of Breakout alone" if name == "atari" else "HalfCheetah alone"
+        result["limits"]["rollout"] = rates["rollout"] / machine[f"{alone}, steps/s"]
     if loop:
         result["plain"] = median_rates([t for _, theirs in turns for t in theirs])
         ratios = [median_rates(mine)["all"] / median_rates(theirs)["all"] for mine, theirs in turns]
         result["ratios"] = [round(x, 2) for x in ratios]
         result["ratio"] = statistics.median(ratios)
     return result
+
+
+def show(what: str, rates: dict[str, float], more: str = "") -> None:
+    print(f"{what:46}" + "".join(f"{rates[k]:10,.0f}" for k in ("rollout", "update", "all")) + more, flush=True)
+
+
+def scaling(args: Args) -> dict[str, dict[str, float]]:
+    """How cost grows: steps/s over environments (always 2,048 steps) and widths, tokens/s over model sizes and lengths."""
+    tables: dict[str, dict[str, float]] = {}
+
+    def add(what: str, timings: list[Timing]) -> None:
+        tables[what] = median_rates(timings)
+        show(what, tables[what])
+
+    for n in (1, 2, 4, 8, 16, 32, 64):
+        flags = ["--num-envs", str(n), "--num-steps", str(2048 // n), "--device", args.device]
+        for name in ("continuous", "trpo", "atari"):
+            if not args.only or name in args.only:
+                more = ["--num-minibatches", "8"] if name == "atari" else []  # of 256, as by default
+                add(f"{WORK[name][0]}, {n} environments", timed(WORK[name][0], [*flags, *more], args.iterations)[0])
+    for width in (32, 64, 128, 256, 512, 1024) if not args.only or "continuous" in args.only else ():
+        flags = ["--device", args.device]
+        add(f"ppo_continuous, width {width}", timed("ppo_continuous", flags, args.iterations, width)[0])
+    sizes = ((2, 128, 4, 64), (6, 320, 10, 8_000), (12, 768, 12, 50_257))  # layers, width, heads, vocabulary
+    for size in sizes if not args.only or "rlhf" in args.only else ():
+        models = Untrained(*size, batch_size=16, num_minibatches=2)
+        what = f"rlhf_ppo_gpt2, {models.size / 1e6:.1f}M parameters"
+        add(what, list(islice(models.script(), args.iterations + 1))[1:])
+    for length in (24, 48, 96, 192) if not args.only or "rlhf" in args.only else ():
+        models = Untrained(*sizes[0], response_length=length)
+        what = f"rlhf_ppo_gpt2, responses of {length} tokens"
+        add(what, list(islice(models.script(), args.iterations + 1))[1:])
+    return tables
 
 
 def main() -> None:
@@ -216,19 +343,23 @@ def main() -> None:
     print(f"{card}, torch {torch.__version__}, {report['threads']} threads")
     for what, value in report["limits"].items():
         print(f"  {what}: {value:,.2f}")
-    print(f"{'':44}{'rollout':>10}{'update':>10}{'all':>10}{'plain':>10}{'ratio':>8}   turns")
+    print(f"{'':46}{'rollout':>10}{'update':>10}{'all':>10}{'of the limit':>16}{'plain':>10}{'ratio':>8}   turns")
     for name, (script, _, variants) in WORK.items():
         if args.only and name not in args.only:
             continue
         for flags in variants:
-            result = report[" ".join([script, *flags])] = compare(name, flags, args)
-            rates = "".join(f"{result['script'][k]:10,.0f}" for k in ("rollout", "update", "all"))
+            result = report[" ".join([script, *flags])] = compare(name, flags, args, report["limits"])
+            shares = "".join(
+                f"{result['limits'][k]:8.0%}" if k in result["limits"] else " " * 8 for k in ("rollout", "update")
+            )
             other = (
                 f"{result['plain']['all']:10,.0f}{result['ratio']:8.2f}   {result['ratios']}"
                 if "plain" in result
                 else ""
             )
-            print(f"{' '.join([script, *flags]):44}{rates}{other}", flush=True)
+            show(" ".join([script, *flags]), result["script"], shares + other)
+    if args.scaling:
+        report["scaling"] = scaling(args)
     if args.json:
         Path(args.json).write_text(json.dumps(report, indent=2) + "\n")
 

@@ -17,6 +17,7 @@ TESTS = Path(__file__).parent
 ROOT = TESTS.parent
 PPO = ["ppo_atari", "ppo_continuous", "ppo_penalty"]
 GAUSSIAN = ["ppo_continuous", "ppo_penalty"]
+BOXES = [*GAUSSIAN, "trpo"]  # those of them for any environment
 CONTROL = [*PPO, "trpo"]  # what plays in environments
 SCRIPTS = [*CONTROL, "rlhf_ppo_gpt2"]
 BUDGET = {**dict.fromkeys(CONTROL, "--total-timesteps"), "rlhf_ppo_gpt2": "--total-episodes"}
@@ -101,6 +102,11 @@ def ppo(request: pytest.FixtureRequest) -> ModuleType:
 
 @pytest.fixture(params=GAUSSIAN)
 def gaussian(request: pytest.FixtureRequest) -> ModuleType:
+    return MODULES[request.param]
+
+
+@pytest.fixture(params=BOXES)
+def control(request: pytest.FixtureRequest) -> ModuleType:
     return MODULES[request.param]
 
 

@@ -26,6 +26,8 @@ class Counting(gym.Env):
         render_mode: str | None = None,
     ):
         self.end, self.ending, self.reward, self.fault, self.render_mode = end, ending, reward, fault, render_mode
+        if fault == "key error":
+            raise KeyError("level")
         self.action_space = action or spaces.Box(-1.0, 1.0, (1,), np.float32)
         self.counts = observation is None
         self.observation_space = observation or spaces.Box(-np.inf, np.inf, (3,), np.float32)
@@ -35,6 +37,8 @@ class Counting(gym.Env):
     def observe(self) -> Any:
         if not self.counts:
             return self.observation_space.sample()
+        if self.fault == "global draw":
+            self.draw = np.random.random()
         self.buffer[:] = self.t, self.episode, self.draw  # the same array each time, as some simulators do
         if self.fault == "nan observation" and self.t == 3:
             self.buffer[0] = np.nan
@@ -56,8 +60,9 @@ class Counting(gym.Env):
         ends = last and self.ending in ("terminate", "both"), last and self.ending in ("truncate", "both")
         return self.observe(), reward, *ends, {}
 
-    def render(self) -> np.ndarray:
-        return np.full((64, 64, 3), self.t % 256, np.uint8)
+    def render(self) -> np.ndarray | None:
+        shape = (301, 401, 3) if self.fault == "odd picture" else (64, 64, 3)
+        return None if self.fault == "no picture" else np.full(shape, self.t % 256, np.uint8)
 
 
 box = spaces.Box
@@ -71,6 +76,11 @@ IDS: dict[str, dict[str, Any]] = {
     "Step": {"reward": "step"},
     "Zero": {"reward": 0.0},
     "Huge": {"reward": 1e30},
+    "Vast": {"reward": 1e200},
+    "GlobalDraw": {"fault": "global draw"},
+    "OddPicture": {"fault": "odd picture"},
+    "NoPicture": {"fault": "no picture"},
+    "KeyError": {"fault": "key error"},
     "NanReward": {"reward": "nan"},
     "InfReward": {"reward": "inf"},
     "NanObs": {"fault": "nan observation"},
@@ -87,6 +97,12 @@ IDS: dict[str, dict[str, Any]] = {
     "DictObs": {"observation": spaces.Dict({"a": box(-1, 1, (2,), np.float32), "b": spaces.Discrete(3)})},
     "TupleObs": {"observation": spaces.Tuple((box(-1, 1, (2,), np.float32), spaces.MultiBinary(2)))},
     "ImageObs": {"observation": box(0, 255, (96, 96, 3), np.uint8)},
+    "FloatImageObs": {"observation": box(-1.0, 1.0, (3, 32, 32), np.float32)},
+    "NestedImageObs": {
+        "observation": spaces.Dict({"a": spaces.Dict({"b": box(0, 255, (8, 8), np.uint8)}), "c": spaces.Discrete(2)})
+    },
+    "FlatImageObs": {"observation": box(0, 255, (27_648,), np.uint8)},
+    "SequenceAction": {"action": spaces.Sequence(box(-1, 1, (2,), np.float32))},
     "SequenceObs": {"observation": spaces.Sequence(box(-1, 1, (2,), np.float32))},
 }
 

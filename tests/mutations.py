@@ -41,7 +41,7 @@ MUTANTS = [
     M("2", f"{ATARI} {CONTINUOUS} {TRPO}", "the value's head has gain √2", "gain=1.0)", "gain=2**0.5)"),
     # 3 Adam's epsilon
     M("3", ALL, "torch's own epsilon of 1e-8", ", eps=1e-5", ""),
-    M("3", f"{ATARI} {TRPO}", "the epsilon is lost after the optimiser is made", "optimizer.zero_grad(", 'optimizer.param_groups[0]["eps"] = 1e-8; optimizer.zero_grad(', sample=TRPO),
+    M("3", f"{ATARI} {TRPO}", "the epsilon is lost after the optimiser is made", "loss.backward(", 'optimizer.param_groups[0]["eps"] = 1e-8; loss.backward(', sample=TRPO),
     M("3", PENALTY, "an epsilon of 1e-4", "eps=1e-5", "eps=1e-4"),
     # 4 annealing
     M("4", f"{ATARI} {PENALTY}", "the rate is one iteration ahead", "args.anneal_lr * iteration /", "args.anneal_lr * (iteration + 1) /"),
@@ -135,7 +135,7 @@ MUTANTS = [
     M("24", f"{PENALTY} {TRPO}", "the noise is not learned", "nn.Parameter(torch.zeros(action_dim))", "nn.Parameter(torch.zeros(action_dim), requires_grad=False)"),
     M("24", GAUSSIAN, "actions are drawn more widely than the policy says", "\n        noise = ", "\n        noise = 1.5 * ", sample=CONTINUOUS),
     M("24", TRPO, "the step leaves the noise alone", 'if not name.startswith("critic.")', 'if name.startswith("actor.")'),
-    M("24", TRPO, "actions are drawn with std 1 whatever has been learned", "return pi[0] + pi[1].exp() * noise", "return pi[0] + noise"),
+    M("24", TRPO, "actions are drawn with std 1 whatever has been learned", "return agent.actor_logstd.detach().exp() * torch", "return torch"),
     M("25", f"{CONTINUOUS} {PENALTY} {TRPO}", "the mean over components", "- 0.5 * np.log(2 * np.pi)).sum(-1)", "- 0.5 * np.log(2 * np.pi)).mean(-1)"),
     M("25", f"{PENALTY}", "the first component alone", "- 0.5 * np.log(2 * np.pi)).sum(-1)", "- 0.5 * np.log(2 * np.pi))[..., 0]"),
     M("26", f"{CONTINUOUS} {TRPO}", "ReLU", "layer_init(nn.Linear(64, 64)), nn.Tanh()]", "layer_init(nn.Linear(64, 64)), nn.ReLU()]"),

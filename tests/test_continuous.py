@@ -7,6 +7,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from conftest import MODULES
 
 
 def envs(module: ModuleType, name: str = "Trunc", num_envs: int = 1, **changes: Any) -> Any:
@@ -41,15 +42,15 @@ def test_episodes_end_within_the_step(gaussian, monkeypatch, name: str, terminat
             assert (env.final_obs[:, 1] != env.obs[:, 1]).all() and (env.final_obs[:, 2] != env.obs[:, 2]).all()
 
 
-def test_a_constructor_need_not_know_render_modes(gaussian) -> None:
-    env = envs(gaussian, "Plain")
+def test_a_constructor_need_not_know_render_modes(control) -> None:
+    env = envs(control, "Plain")
     env.reset(1)
     assert env.step(zeros(env))[0].tolist() == [[pytest.approx(1, abs=9)], [0], [0]]
 
 
-def test_seeds_decide_everything_and_environments_differ(gaussian, monkeypatch) -> None:
-    plain(gaussian, monkeypatch)
-    env = envs(gaussian, num_envs=4)
+def test_seeds_decide_everything_and_environments_differ(control, monkeypatch) -> None:
+    plain(control, monkeypatch)
+    env = envs(control, num_envs=4)
     draws: dict[int, list[float]] = {}
     for seed in (1, 2, 1):
         env.reset(seed)
@@ -83,8 +84,8 @@ def test_every_box_gets_actions_within_it(gaussian, name: str) -> None:
 
 
 @pytest.mark.parametrize("name, size", [("DiscreteObs", 5), ("DictObs", 5), ("TupleObs", 4)])
-def test_structured_observations_are_flattened(gaussian, name: str, size: int) -> None:
-    env = envs(gaussian, name)
+def test_structured_observations_are_flattened(control, name: str, size: int) -> None:
+    env = envs(control, name)
     env.reset(1)
     assert env.obs.shape == (1, size) and env.obs.dtype == np.float32
     if name == "DiscreteObs":
@@ -96,25 +97,57 @@ def test_structured_observations_are_flattened(gaussian, name: str, size: int) -
     "name, words",
     [
         ("ImageObs", "ppo_atari.py"),
+        ("FloatImageObs", "ppo_atari.py"),
+        ("NestedImageObs", "ppo_atari.py"),
+        ("FlatImageObs", "ppo_atari.py"),
         ("SequenceObs", "do not flatten"),
-        ("DiscreteAction", "Box"),
+        ("SequenceAction", "Box"),
+        ("KeyError", "KeyError 'level'"),
         ("WrongShape", "not as declared"),
     ],
 )
-def test_spaces_that_cannot_work_are_refused(gaussian, name: str, words: str) -> None:
-    with pytest.raises(gaussian.UsageError, match=words) as caught:
-        envs(gaussian, name)
+def test_spaces_that_cannot_work_are_refused(control, name: str, words: str) -> None:
+    with pytest.raises(control.UsageError, match=words) as caught:
+        envs(control, name)
     assert "--env-id" in str(caught.value) and "\n" not in str(caught.value)
 
 
+def test_discrete_actions_are_for_trpo(gaussian) -> None:
+    with pytest.raises(gaussian.UsageError, match="Box"):
+        envs(gaussian, "DiscreteAction")
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_environments_that_draw_from_the_global_generator_are_no_clones(control, kind: str) -> None:
+    """Each worker process would inherit the same state; and what is drawn depends on the seed alone."""
+    env = envs(control, "GlobalDraw", 4, vectorization=kind)
+    draws = []
+    for seed in (1, 2, 1):
+        env.reset(control.reseed(seed, 0))
+        draws.append(env.envs.reset()[0][:, 2].tolist())
+        assert len(set(draws[-1])) == 4
+    env.envs.close()
+    assert draws[0] == draws[2] != draws[1]
+
+
+@pytest.mark.parametrize("env_id", ["ALE/Pong-v5", "PongNoFrameskip-v4"])
+def test_an_atari_game_is_sent_to_its_script(control, env_id: str) -> None:
+    with pytest.raises(control.UsageError, match="ppo_atari.py"):
+        control.make_envs(control.Args(env_id=env_id), 1)
+
+
 @pytest.mark.parametrize("name, what", [("NanReward", "reward"), ("InfReward", "reward"), ("NanObs", "observation")])
-def test_numbers_that_are_not_finite_stop_the_run_by_name(gaussian, name: str, what: str) -> None:
-    env = envs(gaussian, name, 2)
+def test_numbers_that_are_not_finite_stop_the_run_by_name(control, name: str, what: str) -> None:
+    env = envs(control, name, 2)
     env.reset(1)
     with pytest.raises(FloatingPointError, match=f"{what} of environment 0 .* step [13] "):
         for _ in range(3):
             env.step(zeros(env))
-    healthy = envs(gaussian, "Trunc", 2)
+    vast = envs(control, "Vast")  # finite, but its square is not
+    vast.reset(1)
+    with pytest.raises(FloatingPointError, match="reward of environment 0 is 1e\\+200 at step 1 "):
+        vast.step(zeros(vast))
+    healthy = envs(control, "Trunc", 2)
     healthy.reset(1)
     with pytest.raises(FloatingPointError, match="action of environment 1 .* step 1 "):
         healthy.step(np.array([[0.0], [np.nan]], np.float32))
@@ -209,9 +242,9 @@ def test_the_noise_is_one_parameter_that_starts_at_std_1(gaussian) -> None:
 
 
 @pytest.mark.parametrize("kind", ["sync", "async"])
-def test_vectorization_does_not_change_the_numbers(gaussian, kind: str) -> None:
+def test_vectorization_does_not_change_the_numbers(control, kind: str) -> None:
     def play(kind: str) -> list[np.ndarray]:
-        env = gaussian.NormalizedEnvs(gaussian.Args(env_id="Pendulum-v1", vectorization=kind), 2)
+        env = control.NormalizedEnvs(control.Args(env_id="Pendulum-v1", vectorization=kind), 2)
         env.reset(3)
         rng = np.random.default_rng(0)
         out = []
@@ -225,19 +258,22 @@ def test_vectorization_does_not_change_the_numbers(gaussian, kind: str) -> None:
         np.testing.assert_array_equal(a, b)
 
 
-def test_a_module_and_an_id_misspelt_are_two_messages(gaussian) -> None:
-    with pytest.raises(gaussian.UsageError, match="no_such_module"):
-        gaussian.make_envs(gaussian.Args(env_id="no_such_module:Trunc-v0"), 1)
-    with pytest.raises(gaussian.UsageError, match="Trunk"):
-        gaussian.make_envs(gaussian.Args(env_id="counting_envs:Trunk-v0"), 1)
-    with pytest.raises(gaussian.UsageError, match="HalfCheeta"):
-        gaussian.make_envs(gaussian.Args(env_id="HalfCheeta-v5"), 1)
+def test_a_module_and_an_id_misspelt_are_two_messages(control) -> None:
+    with pytest.raises(control.UsageError, match="no_such_module"):
+        control.make_envs(control.Args(env_id="no_such_module:Trunc-v0"), 1)
+    with pytest.raises(control.UsageError, match="Trunk"):
+        control.make_envs(control.Args(env_id="counting_envs:Trunk-v0"), 1)
+    with pytest.raises(control.UsageError, match="HalfCheeta"):
+        control.make_envs(control.Args(env_id="HalfCheeta-v5"), 1)
 
 
-def test_an_old_gymnasium_is_named(gaussian, monkeypatch) -> None:
+def test_an_old_gymnasium_is_named(control, monkeypatch) -> None:
     monkeypatch.delattr(gym.vector, "AutoresetMode")
-    with pytest.raises(gaussian.UsageError, match="pip install gymnasium"):
-        gaussian.make_envs(gaussian.Args(), 1)
+    with pytest.raises(control.UsageError, match="pip install gymnasium"):
+        control.make_envs(control.Args(), 1)
+    atari = MODULES["ppo_atari"]
+    with pytest.raises(atari.UsageError, match="pip install gymnasium"):
+        atari.make_game(atari.Args())
 
 
 def test_the_policy_in_numpy_is_the_network(gaussian) -> None:

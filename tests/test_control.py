@@ -9,15 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import GAUSSIAN, MODULES, PPO, scalars
+from conftest import MODULES, PPO, scalars
 
-VECTORS = [*GAUSSIAN, "trpo"]  # observations and actions are vectors
 PLAYING = [*PPO, "trpo"]
-
-
-@pytest.fixture(params=VECTORS)
-def control(request: pytest.FixtureRequest) -> ModuleType:
-    return MODULES[request.param]
 
 
 def envs(module: ModuleType, name: str = "Trunc", num_envs: int = 2, **changes: Any) -> Any:

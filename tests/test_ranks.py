@@ -1,14 +1,18 @@
 """Data-parallel training with torch.distributed (gloo): K processes do what one would on all the data."""
 
 import json
+import os
+import signal
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import BUDGET, CONTROL, ROOT, SMALL, environment, scalars
+from conftest import BUDGET, CONTROL, ROOT, SMALL, command, environment, scalars
 
 WORKER = """
 import sys, json, torch
@@ -199,3 +203,36 @@ def test_environments_that_do_not_divide_are_refused(name: str, tmp_path: Path) 
     result = torchrun(tmp_path, 2, ROOT / f"{name}.py", *SMALL[name], flag, 3)
     assert result.returncode != 0 and f"{flag} 3 must be a multiple of the 2 processes" in result.stderr
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("lost", [1, pytest.param(0, marks=pytest.mark.faults)])
+def test_a_lost_process_ends_the_others_in_a_sentence(name: str, lost: int, tmp_path: Path) -> None:
+    """Each rank started by hand, as on two machines, so that nobody but itself can end the survivor."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
+    flags = command(name, *SMALL[name], BUDGET[name], 10**6, "--checkpoint-every", 1)
+    ranks = [
+        subprocess.Popen(
+            flags,
+            cwd=tmp_path,
+            env=environment() | where | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in (0, 1)
+    ]
+    try:
+        while not list(tmp_path.glob("runs/*/checkpoint.pt")):
+            assert all(process.poll() is None for process in ranks)
+            time.sleep(0.05)
+        os.kill(ranks[lost].pid, signal.SIGKILL)
+        _, errors = ranks[1 - lost].communicate(timeout=60)
+    finally:
+        for process in ranks:
+            process.kill()
+    assert ranks[1 - lost].returncode == 1
+    assert "error: a process on which this one depends has died" in errors and "Traceback" not in errors, errors
+    (path,) = tmp_path.glob("runs/*/checkpoint.pt")
+    assert torch.load(path, weights_only=True)["iteration"] >= 1

@@ -474,6 +474,8 @@ def test_beta_follows_the_kl() -> None:
         assert leash.beta == pytest.approx(0.2 * factor)
     fixed = rlhf.Leash(0.2)
     fixed.adapt(args(), 1e9)
+    assert rlhf.proportional_beta(9e3, 1e9, 1e-6, 1.0) == 1e4 and rlhf.proportional_beta(1e-4, 0.0, 6.0, 1.0) == 1e-4
+    assert rlhf.proportional_beta(0.0, 1e9, 1.0, 1.0) == 0.0
     again = rlhf.Leash(0.0)
     again.load_state_dict(fixed.state_dict())
     assert fixed.beta == again.beta == 0.2

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import BUDGET, CONTROL, GAUSSIAN, MODULES, ROOT, SMALL, command, environment, run, run_small, scalars
+from conftest import BOXES, BUDGET, CONTROL, MODULES, ROOT, SMALL, command, environment, run, run_small, scalars
 
 TIMING = {"charts/SPS", "charts/rollout_tokens_per_second", "charts/update_tokens_per_second"}
 
@@ -349,7 +349,7 @@ def keeping(original: Any, made: list[Any]) -> Any:
     return make
 
 
-@pytest.mark.parametrize("name", GAUSSIAN)
+@pytest.mark.parametrize("name", BOXES)
 def test_a_reloaded_agent_acts_like_the_one_in_memory(name: str, tmp_path: Path, monkeypatch) -> None:
     """The mean action for a fixed raw observation, statistics included."""
     module = MODULES[name]
@@ -358,14 +358,15 @@ def test_a_reloaded_agent_acts_like_the_one_in_memory(name: str, tmp_path: Path,
         monkeypatch.setattr(module, kind, keeping(getattr(module, kind), made))
     module.train(module.parse_args([*SMALL[name], "--env-id", "Pendulum-v1", "--run-dir", str(tmp_path)]))
     (folder,) = tmp_path.iterdir()
-    module.evaluate(module.parse_args(["--evaluate", str(folder), "--eval-episodes", "2"]))
-    envs, agent, played_envs, played_agent = made
+    for episodes in ("1", "20"):
+        module.evaluate(module.parse_args(["--evaluate", str(folder), "--eval-episodes", episodes]))
+    envs, agent, _, _, played_envs, played_agent = made
     raw = torch.tensor([[0.5, -0.5, 3.0]]).numpy()
     played_envs.lengths[:] = envs.lengths[:] = 0
     freeze = lambda *_: None
     envs.obs_stats.update = freeze
     actions = [a(torch.from_numpy(e.normalize(raw)))[0] for a, e in ((agent, envs), (played_agent, played_envs))]
-    torch.testing.assert_close(actions[0], actions[1], rtol=0, atol=0)
+    torch.testing.assert_close(actions[0], actions[1], rtol=0, atol=1e-7)
     assert played_envs.obs_stats.count == envs.obs_stats.count > 512
 
 
@@ -390,7 +391,19 @@ def test_filming_writes_playable_clips_and_changes_nothing(name: str, tmp_path: 
     assert len(list((filmed / "videos").glob("evaluation*"))) == 2
 
 
-@pytest.mark.parametrize("name", GAUSSIAN)
+def test_a_picture_is_tried_before_training_and_may_have_odd_sides(control, tmp_path: Path) -> None:
+    import imageio.v2 as imageio
+
+    flags = [*SMALL[control.__name__], "--capture-video", "--run-dir", str(tmp_path)]
+    with pytest.raises(control.UsageError, match="--capture-video cannot film .*it draws no picture"):
+        control.train(control.parse_args([*flags, "--env-id", "counting_envs:NoPicture-v0"]))
+    assert not list(tmp_path.iterdir())
+    control.train(control.parse_args([*flags, "--env-id", "counting_envs:OddPicture-v0"]))
+    clip, *_ = sorted(tmp_path.glob("*/videos/*.mp4"))
+    assert imageio.mimread(clip, memtest=False)[0].shape == (300, 400, 3)
+
+
+@pytest.mark.parametrize("name", BOXES)
 @pytest.mark.parametrize("kind", ["sync", "async"])
 def test_a_crash_inside_an_environment_ends_the_run_with_its_message(name: str, tmp_path: Path, kind: str) -> None:
     flags = [*SMALL[name], "--env-id", "counting_envs:Crash-v0", "--vectorization", kind]
@@ -400,7 +413,7 @@ def test_a_crash_inside_an_environment_ends_the_run_with_its_message(name: str, 
     assert not left
 
 
-@pytest.mark.parametrize("name", GAUSSIAN)
+@pytest.mark.parametrize("name", BOXES)
 def test_a_killed_worker_does_not_hang_the_run(name: str, tmp_path: Path) -> None:
     flags = [*SMALL[name], "--vectorization", "async", "--total-timesteps", 10**7]
     process = subprocess.Popen(
@@ -421,7 +434,7 @@ def test_a_killed_worker_does_not_hang_the_run(name: str, tmp_path: Path) -> Non
     assert process.returncode not in (0, 2), output
 
 
-@pytest.mark.parametrize("name", GAUSSIAN)
+@pytest.mark.parametrize("name", BOXES)
 @pytest.mark.parametrize("env", ["NanReward", "InfReward", "NanObs"])
 def test_nan_stops_the_run_with_a_sentence_and_keeps_the_checkpoint(name: str, tmp_path: Path, env: str) -> None:
     result = run(name, *SMALL[name], "--env-id", f"counting_envs:{env}-v0", cwd=tmp_path)

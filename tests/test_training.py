@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import scalars
+from conftest import BOXES, BUDGET, MODULES, scalars
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def watch(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, keep: Any = None) -> list[Any]:
@@ -353,20 +354,134 @@ def test_frames_are_stored_in_bytes_and_a_rollout_is_small(atari, small_args, mo
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 @pytest.mark.parametrize("changes", [{}, {"bf16": True}, {"compile": True}], ids=["plain", "bf16", "compile"])
-def test_cuda_trains_and_its_checkpoint_opens_on_the_cpu(ppo, small_args, changes: dict[str, Any]) -> None:
-    args = small_args(ppo, device="cuda", **changes)
-    metrics = ppo.train(args)
-    assert all(math.isfinite(metrics[tag]) for tag in ppo.STATS)
+@pytest.mark.parametrize("there, back", [("cuda", "cpu"), ("cpu", "cuda")])
+def test_a_run_begun_on_one_device_goes_on_on_the_other(
+    name: str, small_args, changes: dict[str, Any], there: str, back: str
+) -> None:
+    module = MODULES[name]
+    args = small_args(module, device=there, **changes)
+    metrics = module.train(args)
+    assert all(math.isfinite(metrics[tag]) for tag in module.STATS)
     state = torch.load(folder(args) / "checkpoint.pt", weights_only=True, map_location="cpu")
     assert state["iteration"] == 4
-    resumed = small_args(ppo, device="cpu", resume=str(folder(args)), total_timesteps=768)
-    assert ppo.train(resumed)["global_step"] == 768
+    budget = BUDGET[name].removeprefix("--").replace("-", "_")
+    resumed = small_args(module, device=back, resume=str(folder(args)), **changes, **{budget: 768})
+    assert module.train(resumed)["global_step"] == 768
 
 
-def test_no_float64_reaches_the_device(gaussian, small_args, monkeypatch) -> None:
-    calls = watch(monkeypatch, gaussian, "ppo_loss", samples)
-    gaussian.train(small_args(gaussian, env_id="Pendulum-v1", total_timesteps=128))
-    assert {x.dtype for call in calls for x in call} == {torch.float32}
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_no_cuda_leaves_the_gpu_alone(name: str, small_args) -> None:
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.max_memory_allocated()
+    MODULES[name].train(small_args(MODULES[name], cuda=False))
+    assert torch.cuda.max_memory_allocated() == before
+
+
+class Types(TorchDispatchMode):
+    """The types of all tensors that come out of any operation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[torch.dtype] = set()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = function(*args, **(kwargs or {}))
+        self.seen |= {x.dtype for x in (out if isinstance(out, tuple | list) else [out]) if isinstance(x, torch.Tensor)}
+        return out
+
+
+def test_no_float64_reaches_the_device(name: str, small_args) -> None:
+    """Which Apple's GPUs do not have; the simulator's observations and the statistics are of that type."""
+    module = MODULES[name]
+    changes: dict[str, Any] = {"total_episodes": 128} if name == "rlhf_ppo_gpt2" else {"total_timesteps": 128}
+    changes |= {"env_id": "Pendulum-v1"} if name in BOXES else {}
+    with Types() as types:
+        module.train(small_args(module, **changes))
+    assert torch.float32 in types.seen and torch.float64 not in types.seen
+
+
+def test_weights_that_are_not_finite_are_never_saved(ppo, small_args) -> None:
+    """A last step that spoils them comes after the last loss."""
+    args = small_args(ppo, learning_rate=1e39, num_minibatches=1, update_epochs=1, total_timesteps=128, save_model=True)
+    with pytest.raises(FloatingPointError, match="not finite|is inf|is nan"):
+        ppo.train(args)
+    assert not list(folder(args).glob("*.pt*"))
+
+
+def test_value_weights_that_are_not_finite_are_never_saved(small_args) -> None:
+    trpo = MODULES["trpo"]
+    args = small_args(trpo, learning_rate=1e39, num_minibatches=1, update_epochs=1, total_timesteps=128)
+    with pytest.raises(
+        FloatingPointError, match="weights are not finite after iteration 1; checkpoint.pt was not written"
+    ):
+        trpo.train(args)
+    assert not list(folder(args).glob("*.pt*"))
+
+
+def test_one_sample_is_a_batch(name: str, small_args, recwarn: Any) -> None:
+    """Explained variance does not exist then, and says so without a warning."""
+    module = MODULES[name]
+    small = {"batch_size": 1, "response_length": 1, "total_episodes": 4} if name == "rlhf_ppo_gpt2" else {}
+    args = small_args(module, num_minibatches=1, **(small or {"num_envs": 1, "num_steps": 1, "total_timesteps": 4}))
+    assert math.isfinite(module.train(args)["losses/value_loss"])
+    assert not [w for w in recwarn if "degrees of freedom" in str(w.message)]
+
+
+def test_scores_logged_are_those_of_whole_games(atari, small_args, monkeypatch) -> None:
+    """Added up here from what the emulator says, 25 for a point, and neither clipped nor cut by life."""
+    original, totals, expected = atari.AtariGames.step, np.zeros(2), []
+
+    def step(self: Any, actions: np.ndarray) -> Any:
+        rows, finished = original(self, actions)
+        totals[:] += 25
+        for i, _, _ in finished:
+            expected.append(totals[i])
+            totals[i] = 0
+        return rows, [(i, expected[j - len(finished)], length) for j, (i, _, length) in enumerate(finished)]
+
+    monkeypatch.setattr(atari.AtariGames, "step", step)
+    args = small_args(atari, max_episode_frames=40, checkpoint_every=0)
+    atari.train(args)
+    logged = [value for _, value in scalars(folder(args))["charts/episodic_return"]]
+    assert len(logged) > 20 and set(logged) == {250.0}
+
+
+def test_a_run_says_when_no_episode_ends_between_checkpoints(control, small_args, capsys) -> None:
+    for name, said in (("Long", 1), ("Trunc", 0)):
+        control.train(small_args(control, env_id=f"counting_envs:{name}-v0", checkpoint_every=1))
+        assert capsys.readouterr().out.count("no episode has ended between two checkpoints") == said
+
+
+def test_an_episode_without_end_ends_the_evaluation_in_a_sentence(control, small_args, monkeypatch, tmp_path) -> None:
+    args = small_args(control, env_id="counting_envs:Long-v0", total_timesteps=128)
+    control.train(args)
+    step = control.NormalizedEnvs.step
+
+    def fast(self: Any, actions: np.ndarray) -> Any:
+        self.lengths += 999  # time flies
+        return step(self, actions)
+
+    monkeypatch.setattr(control.NormalizedEnvs, "step", fast)
+    with pytest.raises(control.UsageError, match="counting_envs:Long-v0 has not ended in 100,000 steps"):
+        control.evaluate(control.parse_args(["--evaluate", str(folder(args))]))
+
+
+def test_each_environment_plays_its_share_of_an_evaluation(control, small_args, monkeypatch) -> None:
+    """Ten episodes in four environments are 3, 3, 2 and 2, although those of the first are the shortest."""
+    args = small_args(control, env_id="counting_envs:Step-v0", num_envs=4, num_steps=32, total_timesteps=128)
+    control.train(args)
+    reset = control.NormalizedEnvs.reset
+
+    def unequal(self: Any, seed: int) -> None:
+        reset(self, seed)
+        for i, env in enumerate(self.envs.envs):
+            env.unwrapped.end = 2 + 10 * i
+
+    monkeypatch.setattr(control.NormalizedEnvs, "reset", unequal)
+    scores = control.evaluate(control.parse_args(["--evaluate", str(folder(args)), "--eval-episodes", "10"]))
+    sums = [n * (n + 1) / 2 for n in (2, 12, 22, 32)]
+    assert [scores.count(total) for total in sums] == [3, 3, 2, 2]
 
 
 def test_a_loss_that_is_not_finite_stops_before_anything_is_saved(ppo, small_args, monkeypatch) -> None:
@@ -379,27 +494,27 @@ def test_a_loss_that_is_not_finite_stops_before_anything_is_saved(ppo, small_arg
 
 
 @pytest.mark.parametrize("name", ["Zero", "OneStep", "Huge"])
-def test_odd_rewards_do_not_poison_the_run(gaussian, small_args, name: str, recwarn: Any) -> None:
-    args = small_args(gaussian, env_id=f"counting_envs:{name}-v0")
-    metrics = gaussian.train(args)
+def test_odd_rewards_do_not_poison_the_run(control, small_args, name: str, recwarn: Any) -> None:
+    args = small_args(control, env_id=f"counting_envs:{name}-v0")
+    metrics = control.train(args)
     assert all(math.isfinite(v) for k, v in metrics.items() if k != "losses/explained_variance")
     assert not [w for w in recwarn if issubclass(w.category, RuntimeWarning)]
     assert metrics["episodic_return"] == pytest.approx({"Zero": 0, "OneStep": 1, "Huge": 5e30}[name])
 
 
-def test_no_episode_within_a_rollout(gaussian, small_args) -> None:
-    args = small_args(gaussian, env_id="counting_envs:Long-v0", num_steps=16)
-    assert math.isnan(gaussian.train(args)["episodic_return"])
+def test_no_episode_within_a_rollout(control, small_args) -> None:
+    args = small_args(control, env_id="counting_envs:Long-v0", num_steps=16)
+    assert math.isnan(control.train(args)["episodic_return"])
     assert "charts/episodic_return" not in scalars(folder(args))
-    long = small_args(gaussian, env_id="counting_envs:Long-v0", num_envs=1, num_steps=16, total_timesteps=3100)
-    metrics = gaussian.train(long)
+    long = small_args(control, env_id="counting_envs:Long-v0", num_envs=1, num_steps=16, total_timesteps=3100)
+    metrics = control.train(long)
     assert metrics["episodic_return"] == 3000  # credited when it ends, many rollouts later
 
 
 @pytest.mark.parametrize("env", ["Trunc", "Term"])
-def test_every_episode_is_logged_once_also_when_several_end_in_one_step(gaussian, small_args, env: str) -> None:
-    args = small_args(gaussian, env_id=f"counting_envs:{env}-v0", num_envs=4, num_steps=32, checkpoint_every=0)
-    gaussian.train(args)
+def test_every_episode_is_logged_once_also_when_several_end_in_one_step(control, small_args, env: str) -> None:
+    args = small_args(control, env_id=f"counting_envs:{env}-v0", num_envs=4, num_steps=32, checkpoint_every=0)
+    control.train(args)
     logged = scalars(folder(args))
     episodes = logged["charts/episodic_return"]
     assert len(episodes) == 4 * (128 // 5) and {value for _, value in episodes} == {5.0}
