@@ -835,6 +835,8 @@ def main() -> None:
     try:
         args = parse_args()
         evaluate(args) if args.evaluate else train(args)
+        for sign in (signal.SIGINT, signal.SIGTERM):  # all is written, and the exit is no interruption
+            signal.signal(sign, signal.SIG_IGN)
     except (EOFError, ConnectionError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and not (WORLD > 1 and re.search("gloo|nccl", str(error), re.I)):
             raise

@@ -32,6 +32,7 @@ import numpy as np
 import pandas as pd
 import torch
 import tyro
+from matplotlib.ticker import EngFormatter
 from scipy.stats import bootstrap, trim_mean
 from tqdm import tqdm
 
@@ -148,6 +149,8 @@ def digest(folder: Path, spec: Spec) -> tuple[dict[str, Any], pd.DataFrame]:
     }
     if facts["last_100"] != facts["last_100"] or spec.script == "rlhf_ppo_gpt2":
         del facts["last_100"]
+    if "reward_model/accuracy" in tags:
+        facts["accuracy"] = round(log.Scalars("reward_model/accuracy")[0].value, 4)
     best = {tag.split("/")[1]: log.Scalars(tag) for tag in tags if tag.startswith("best_of_n/")}
     if best:
         facts["best_of_n"] = {k: {event.step: round(event.value, 4) for event in v} for k, v in best.items()}
@@ -280,6 +283,18 @@ def tables(runs: Runs) -> str:
         if len(samples) == len(TASKS) and all(len(x) > 1 for x in samples):
             low, high = interval(iqm, *samples)
             lines.append(f"| {label} | {iqm(*samples):.2f} [{low:.2f}, {high:.2f}] |")
+    lines += ["", "RLHF, means over 256 held-out prompts' answers, each seed; the accuracy is that of the reward model on held-out"
+              " pairs:", "", "| what | gold before | gold after | proxy after | KL to the reference | ended | accuracy |",
+              "|---|---|---|---|---|---|---|"]  # fmt: skip
+    for experiment in ("rlhf", "leash"):
+        for label, _, group in grouped(runs, experiment):
+            ends = [table.dropna(subset=["gold"]) for _, table in group.values()]
+            columns = [[t["gold"].iloc[0] for t in ends]]
+            columns += [[t[name].iloc[-1] for t in ends] for name in ("gold", "proxy", "kl_ref", "ended")]
+            columns.append([facts["accuracy"] for facts, _ in group.values()])
+            lines.append(
+                f"| {label} | " + " | ".join(", ".join(f"{x:.2f}" for x in column) for column in columns) + " |"
+            )
     facts = [facts for facts, _ in runs.values()]
     kinds = {(f["machine"], ", ".join(f"{k} {v}" for k, v in f["versions"].items())) for f in facts}
     lines += ["", "Machine and versions:", "", *(f"- {machine}: {versions}" for machine, versions in sorted(kinds)), ""]
@@ -312,6 +327,7 @@ def panels(rows: int, columns: int, width: float = 3.6, height: float = 2.8) -> 
     for axis in axes.flat:
         axis.grid(alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)
+        axis.xaxis.set_major_formatter(EngFormatter(sep=""))
     return figure, list(axes.flat)
 
 
@@ -359,7 +375,9 @@ def leash_figure(runs: Runs) -> Any:
     """Gold and proxy against the square root of the KL to the reference, each β a colour, with the best of n answers."""
     figure, axes = panels(1, 2, 4.6, 3.4)
     for axis, judge in zip(axes, ("gold", "proxy"), strict=True):
-        for i, (label, _, group) in enumerate([*grouped(runs, "leash"), *grouped(runs, "rlhf")]):
+        for i, (label, _, group) in enumerate(
+            sorted([*grouped(runs, "leash"), *grouped(runs, "rlhf")], key=lambda group: group[0])
+        ):
             for j, (_, table) in enumerate(group.values()):
                 path = table[["kl_ref", judge]].dropna()
                 axis.plot(path["kl_ref"].clip(lower=0) ** 0.5, path[judge], ".-", color=f"C{i}", alpha=0.6, linewidth=1,

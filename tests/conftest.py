@@ -1,9 +1,12 @@
 """Helpers of the tests: load a script as a module, run it as a user does, read what it logged."""
 
+import functools
 import importlib.util
+import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -58,17 +61,65 @@ def command(name: str, *flags: Any) -> list[str]:
     return [sys.executable, str(ROOT / f"{name}.py"), *map(str, flags)]
 
 
-def run(name: str, *flags: Any, cwd: Path, timeout: float = 400, **options: Any) -> subprocess.CompletedProcess[str]:
-    """Run a script as a user does, without a terminal."""
-    return subprocess.run(
-        command(name, *flags),
-        cwd=cwd,
-        env=environment() | options.pop("env", {}),
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        **options,
-    )
+SERVER = """
+import json, os, runpy, signal, sys
+import ale_py.vector_env, gymnasium, numpy, torch, tqdm, transformers, tyro
+import torch.utils.tensorboard, transformers.models.gpt2.modeling_gpt2
+for line in sys.stdin:
+    job = json.loads(line)
+    child = os.fork()
+    if not child:
+        break
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+else:
+    os._exit(0)
+signal.alarm(job["timeout"])
+os.chdir(job["cwd"])
+os.environ |= job["env"]
+for stream, path in enumerate([os.devnull, *job["outputs"]]):
+    os.dup2(os.open(path, os.O_RDWR | os.O_CREAT), stream)
+sys.argv, sys.path[0] = job["argv"], os.path.dirname(job["argv"][0])
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@functools.cache
+def server() -> subprocess.Popen[str]:
+    """A process that has imported what the scripts need, and forks one that runs a script for each line it is sent."""
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    return subprocess.Popen([sys.executable, "-c", SERVER], env=environment(), **pipes)
+
+
+def run(name: str, *flags: Any, cwd: Path, timeout: int = 400, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run a script as a user does, without a terminal: in a process of its own, forked to save the seconds of imports.
+
+    With options of subprocess.run, or fresh=True, it is a new interpreter.
+    """
+    env, argv = options.pop("env", {}), command(name, *flags)
+    if options:
+        options.pop("fresh", None)
+        options |= {"env": environment() | env, "capture_output": True, "text": True}
+        return subprocess.run(argv, cwd=cwd, timeout=timeout, **options)
+    with tempfile.TemporaryDirectory() as folder:
+        outputs = [Path(folder, "out"), Path(folder, "err")]
+        job = {"argv": argv[1:], "cwd": str(cwd), "env": env, "timeout": timeout, "outputs": [*map(str, outputs)]}
+        process = server()
+        assert process.stdin and process.stdout
+        process.stdin.write(json.dumps(job) + "\n")
+        process.stdin.flush()
+        status = int(process.stdout.readline())
+        return subprocess.CompletedProcess(argv, status, *(path.read_text() for path in outputs))
+
+
+def left_in(cwd: Path) -> list[int]:
+    """The processes whose current folder this is, which tells those of a run from all others; on Linux."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            found += [int(process.name)] * (process / "cwd").resolve(strict=True).is_relative_to(cwd)
+        except OSError:
+            continue  # it has ended, or is not ours
+    return found
 
 
 def run_small(name: str, *flags: Any, cwd: Path) -> Path:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import ROOT, environment, scalars
+from conftest import ROOT, environment, left_in, scalars
 
 
 def test_smoke_speed_prints_a_table_and_writes_json(tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_interrupted_results_go_on_where_they_were(tmp_path: Path) -> None:
     process.send_signal(signal.SIGTERM)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 1 and "interrupted; the same command goes on" in errors
-    assert not subprocess.run(["pgrep", "-f", str(tmp_path)], capture_output=True, text=True).stdout
+    assert not left_in(tmp_path)
     begun = {folder.name for folder in tmp_path.glob("runs/results/*/*")}
     again = results_py(tmp_path, "64000", 0, "--workers", "2")
     _, errors = again.communicate(timeout=400)

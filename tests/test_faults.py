@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import BUDGET, GAUSSIAN, SMALL, command, environment, run, scalars
+from conftest import BUDGET, GAUSSIAN, SMALL, command, environment, left_in, run, scalars
 from test_runs import TOTAL, assert_same_run
 
 pytestmark = pytest.mark.faults
@@ -71,8 +71,7 @@ def test_a_run_stopped_at_any_moment_is_whole_once_resumed(
     (folder,) = (tmp_path / "runs").iterdir()
     if sign != signal.SIGKILL:
         assert "interrupted" in output and "Traceback" not in output and not list(folder.glob("*.tmp"))
-    left = subprocess.run(["pgrep", "-f", str(tmp_path)], capture_output=True, text=True).stdout
-    assert not left, "a process has outlived the run"
+    assert not left_in(tmp_path), "a process has outlived the run"
     scalars(folder)  # the event file opens
     resumed = run(name, "--resume", folder, cwd=tmp_path)
     if resumed.returncode == 2:  # nothing to go on with yet, and it says so

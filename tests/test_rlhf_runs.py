@@ -249,7 +249,7 @@ def test_without_a_network_a_sentence_names_the_way(data: dict[str, Path], tmp_p
         port = free.getsockname()[1]
     environment = {"HF_ENDPOINT": f"http://127.0.0.1:{port}", "HF_HOME": str(tmp_path / "cache")}
     flags = ["--model", "gpt2", "--prompts", data["prompts"], "--preferences", data["preferences"]]
-    result = run("rlhf_ppo_gpt2", *flags, cwd=tmp_path, env=environment, timeout=90)
+    result = run("rlhf_ppo_gpt2", *flags, cwd=tmp_path, env=environment, timeout=90, fresh=True)
     assert result.returncode == 2 and result.stderr.count("\n") == 1
     assert "--model gpt2" in result.stderr and "--local-dir" in result.stderr and not (tmp_path / "runs").exists()
 

@@ -14,7 +14,20 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import BOXES, BUDGET, CONTROL, MODULES, ROOT, SMALL, command, environment, run, run_small, scalars
+from conftest import (
+    BOXES,
+    BUDGET,
+    CONTROL,
+    MODULES,
+    ROOT,
+    SMALL,
+    command,
+    environment,
+    left_in,
+    run,
+    run_small,
+    scalars,
+)
 
 TIMING = {"charts/SPS", "charts/rollout_tokens_per_second", "charts/update_tokens_per_second"}
 
@@ -93,6 +106,24 @@ def test_an_interrupt_closes_the_log_and_names_the_folder(name: str, tmp_path: P
     assert "interrupted" in output and f"{folder} (not finished: --resume" in output and "Traceback" not in output
     assert not list(folder.glob("*.tmp")) and checkpoint(folder)["iteration"] >= 3
     assert len(scalars(folder)["losses/value_loss"]) >= checkpoint(folder)["iteration"]
+
+
+@pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGINT], ids=lambda s: s.name)
+def test_a_signal_after_the_end_changes_nothing(tmp_path: Path, sign: signal.Signals) -> None:
+    process = subprocess.Popen(
+        command("ppo_continuous", *SMALL["ppo_continuous"]),
+        cwd=tmp_path,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout and process.stderr
+    while "(finished)" not in process.stdout.readline():
+        assert process.poll() is None
+    time.sleep(0.2)
+    process.send_signal(sign)
+    assert process.wait(60) == 0 and not process.stderr.read()
 
 
 def test_the_same_seed_gives_the_same_weights_and_another_seed_others(name: str, tmp_path: Path) -> None:
@@ -219,7 +250,7 @@ def test_the_parser_takes_command_lines_of_other_scripts(name: str) -> None:
 
 
 def test_help_explains_every_flag_in_a_line(name: str, tmp_path: Path) -> None:
-    result = run(name, "--help", cwd=tmp_path, env={"COLUMNS": "200"})
+    result = run(name, "--help", cwd=tmp_path, env={"COLUMNS": "200"}, fresh=True)
     assert result.returncode == 0 and not result.stderr
     flags = re.findall(r"^│ (?:-h, )?(--[a-z0-9-]+)", result.stdout, re.M)
     fields = MODULES[name].Args.__dataclass_fields__
@@ -232,7 +263,7 @@ def test_help_explains_every_flag_in_a_line(name: str, tmp_path: Path) -> None:
 
 def test_a_start_prints_no_warnings_and_the_folder_first_and_last(name: str, tmp_path: Path) -> None:
     flags = ["--env-id", "Pendulum-v1"] if name not in ("ppo_atari", "rlhf_ppo_gpt2") else []
-    result = run(name, *SMALL[name], *flags, cwd=tmp_path)
+    result = run(name, *SMALL[name], *flags, cwd=tmp_path, fresh=True)
     assert result.returncode == 0 and result.stderr == ""
     (folder,) = (tmp_path / "runs").iterdir()
     lines = result.stdout.splitlines()
@@ -409,8 +440,7 @@ def test_a_crash_inside_an_environment_ends_the_run_with_its_message(name: str, 
     flags = [*SMALL[name], "--env-id", "counting_envs:Crash-v0", "--vectorization", kind]
     result = run(name, *flags, cwd=tmp_path, timeout=200)
     assert result.returncode not in (0, 2) and "the simulator crashed" in result.stderr
-    left = subprocess.run(["pgrep", "-f", str(tmp_path)], capture_output=True, text=True).stdout
-    assert not left
+    assert not left_in(tmp_path)
 
 
 @pytest.mark.parametrize("name", BOXES)
