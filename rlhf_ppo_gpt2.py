@@ -752,7 +752,8 @@ def load_model(name: str, kind: Any, flag: str) -> Any:
     from huggingface_hub import HfApi
 
     tokenizer = kind is transformers.AutoTokenizer
-    options: dict[str, Any] = {} if tokenizer else {"dtype": torch.float32, "attn_implementation": "sdpa"}
+    options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "sdpa", "output_loading_info": True}
+    options = {} if tokenizer else options
     local = Path(name).is_dir()
     try:
         try:
@@ -771,8 +772,14 @@ def load_model(name: str, kind: Any, flag: str) -> Any:
             f" {name} --local-dir FOLDER` has made"
         )
         raise UsageError(f"{flag} {name} {fault} ({reason})") from None
-    kind_of = "gpt2" if tokenizer else loaded.config.model_type
+    if tokenizer:
+        return loaded
+    loaded, found = loaded
+    kind_of = loaded.config.model_type
     require(kind_of == "gpt2", f"{flag} {name} is a {kind_of}; this script takes GPT-2 models")
+    amiss = "score.weight" in found["missing_keys"] or "score.weight" in found["unexpected_keys"]
+    is_no = "no reward model" if flag == "--reward-model" else "a reward model, which writes no text"
+    require(not amiss, f"{flag} {name} is {is_no}")
     return loaded
 
 

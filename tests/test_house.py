@@ -131,3 +131,15 @@ def test_every_command_of_the_readme_parses() -> None:
         if name in MODULES and not {"--resume", "--evaluate", "--help"} & set(flags):
             MODULES[name].parse_args(flags)
         assert (ROOT / script).exists() or (ROOT / "benchmarks" / script).exists(), line
+
+
+def test_the_readme_names_functions_that_exist() -> None:
+    """In the last column of "How to read a run", and in the table of scripts what to read first."""
+    text = (ROOT / "README.md").read_text()
+    scripts = "".join((ROOT / f"{name}.py").read_text() for name in SCRIPTS)
+    rows = re.findall(r"^\| `(?:charts|losses|kl)/.*\| ([^|]+) \|$", text, re.M)
+    names = [name for row in rows for name in re.findall(r"`([\w.]+)`", row)]
+    assert len(rows) >= 10
+    for name in names:
+        assert re.search(rf"(def|class) {name.split('.')[0]}\b|\b{name}\b = |\b{name} = ", scripts), name
+        assert f"def {name.split('.')[-1]}(" in scripts or re.search(rf"\b{name}\b.* = ", scripts), name

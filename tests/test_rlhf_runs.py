@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from conftest import MODULES, SMALL, run, scalars
 from test_rlhf import gpt2, scorer
 from test_runs import assert_same_run
@@ -236,6 +237,10 @@ def test_models_that_do_not_fit_are_refused(model_folder: Path, data: dict[str, 
     task, policy = rlhf.load_task(args, torch.device("cpu"))
     with pytest.raises(rlhf.UsageError, match="own vocabulary"):
         rlhf.make_reward_model(args, task, policy)
+    with pytest.raises(rlhf.UsageError, match="is a reward model, which writes no text"):
+        rlhf.load_model(str(tmp_path / "scorer"), transformers.AutoModelForCausalLM, "--model")
+    with pytest.raises(rlhf.UsageError, match="is no reward model"):  # its head would be a random one
+        rlhf.load_model(str(model_folder), transformers.AutoModelForSequenceClassification, "--reward-model")
 
 
 def real_strings(model_folder: Path, data: dict[str, Path]) -> list[str]:
