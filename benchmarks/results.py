@@ -3,6 +3,7 @@
     python benchmarks/results.py                                  every experiment
     python benchmarks/results.py --only rlhf leash --workers 2    some of them
     python benchmarks/results.py --workers 0                      tables and figures alone
+    python benchmarks/results.py --workers 0 --film runs/FOLDER   also pictures of what that run's agent does
 
 A finished run lies as one CSV file in benchmarks/results and is never made again; one that was interrupted goes on from its
 checkpoint in --run-dir. Everything comes from the TensorBoard events that any run writes.
@@ -115,6 +116,7 @@ class Args:
     workers: int = max(1, os.cpu_count() or 1)  # runs at once, each with its share of the cores; 0 makes none
     run_dir: str = "runs/results"  # where run folders lie until they are done
     results: str = str(ROOT / "benchmarks" / "results")  # where CSV files, tables and figures lie
+    film: str | None = None  # run folder whose agent is filmed; without a display MuJoCo needs MUJOCO_GL=egl
 
 
 def digest(folder: Path, spec: Spec) -> tuple[dict[str, Any], pd.DataFrame]:
@@ -407,6 +409,23 @@ def surrogate_figure() -> Any:
     return figure
 
 
+def film_strip(folder: Path) -> Any:
+    """Eight pictures of half a second of an episode played by a run's agent, a second or so after its start."""
+    from imageio.v2 import mimread
+
+    saved = json.loads((folder / "args.json").read_text())
+    script = next(name for name in ("ppo_atari", "ppo_continuous", "ppo_penalty", "trpo") if name == saved["exp_name"])
+    command = [sys.executable, str(ROOT / f"{script}.py"), "--evaluate", str(folder), "--eval-episodes", "1"]
+    subprocess.run([*command, "--capture-video", "--no-eval-sample"], check=True)
+    frames = mimread(max((folder / "videos").glob("evaluation*")), memtest=False)
+    start = min(200, len(frames) // 2)
+    figure, axes = panels(1, 8, 1.6, 1.7)
+    for axis, frame in zip(axes, frames[start : start + 24 : 3], strict=False):
+        axis.imshow(frame)
+        axis.axis("off")
+    return figure
+
+
 def main() -> None:
     args = tyro.cli(Args)
     specs = experiments()
@@ -436,6 +455,8 @@ def main() -> None:
         figures["time-limits"] = lambda: columns_figure(runs, "time-limits", ["return", "explained_variance"])
     if "epochs" in there:
         figures["epochs"] = lambda: columns_figure(runs, "epochs", ["return", "kl", "clipfrac"])
+    if args.film:
+        figures["agent"] = lambda: film_strip(Path(args.film or ""))
     for name, make in figures.items():
         figure = make()
         figure.savefig(results / f"{name}.png", dpi=110)

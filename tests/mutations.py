@@ -98,7 +98,7 @@ MUTANTS = [
     M("12", TRPO, "the estimates of KL have the wrong sign", "-logratio.mean(), (logratio.exp() - 1 - logratio).mean()", "logratio.mean(), (logratio.exp() - 1 - logratio).mean()"),
     M("12", TRPO, "the loss is logged with the sign of the objective", "zip(STATS, (-stats[0],", "zip(STATS, (stats[0],"),
     M("12", PPO, "what is logged is the last minibatch's", "torch.stack(history).mean(0)", "history[-1]"),
-    M("12", ALL, "the variance explained is the one left over", "= 1 - (returns - values).var() / returns.var()", "= (returns - values).var() / returns.var()"),
+    M("12", ALL, "the variance explained is the one left over", "= 1 - (returns - values).var(correction=0)", "= (returns - values).var(correction=0)"),
     # 13 shared or separate networks
     M("13", ATARI, "the value does not train the shared network", "self.critic(hidden)", "self.critic(hidden.detach())"),
     M("13", ATARI, "the policy does not train the shared network", "self.actor(hidden)", "self.actor(hidden.detach())"),

@@ -68,9 +68,12 @@ def test_the_two_objectives_are_one_short_diff_apart() -> None:
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_the_algorithm_comes_first_and_fits(name: str) -> None:
+    """And README.md says how long it and the file are."""
     lines = (ROOT / f"{name}.py").read_text().splitlines()
     heading = next(i for i, line in enumerate(lines) if line.startswith("# ---") and line.endswith("Plumbing"))
     assert heading <= (550 if name == "rlhf_ppo_gpt2" else 300)
+    row = next(line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith(f"| `{name}.py`"))
+    assert row.endswith(f" {heading}, {len(lines)} |"), f"{heading}, {len(lines)}"
     above = "\n".join(lines[:heading])
     assert "def train(" in above and "def compute_gae(" in above and "def main(" not in above
 
