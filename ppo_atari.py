@@ -246,10 +246,8 @@ def train(args: Args) -> dict[str, float]:
     optimizer = torch.optim.Adam(agent.parameters(), args.learning_rate, eps=1e-5, fused=True)  # [3]
     run = Run(args, device, agent=agent, optimizer=optimizer)
     if not RANK:
-        print(
-            f"4 emulator frames per step, sticky actions {args.sticky_actions:g}, games of {args.max_episode_frames} frames"
-        )
-    act_fn, loss_fn = run.compile(act), run.compile(ppo_loss)
+        print(f"4 frames a step, sticky actions {args.sticky_actions:g}, games of {args.max_episode_frames} frames")
+    act_fn, loss_fn, threads = run.compile(act), run.compile(ppo_loss), torch.get_num_threads()
     shape = (args.num_steps, args.num_envs // WORLD)  # [T, N]; frames lie in memory as channels_last, which is faster
     obs = torch.zeros((*shape, 84, 84, 4), dtype=torch.uint8, device=device).permute(0, 1, 4, 2, 3)
     actions = torch.zeros(shape, dtype=torch.long, device=device)
@@ -260,6 +258,7 @@ def train(args: Args) -> dict[str, float]:
         if run.starts_afresh(iteration):
             games.reset(reseed(args.seed, iteration))
         optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - args.anneal_lr * iteration / run.last)  # [4]
+        torch.set_num_threads(max(1, threads // 2))  # the emulators need cores, too
         with torch.inference_mode():
             for t in range(args.num_steps):  # a segment of fixed length; the next one goes on where this one ends [1]
                 obs[t].copy_(torch.from_numpy(games.obs), non_blocking=True)
@@ -269,6 +268,7 @@ def train(args: Args) -> dict[str, float]:
                     final_values[t] = agent(torch.from_numpy(games.final_obs).to(device))[1]
                 run.episodes(t, finished, lambda: games.obs[0, -1])
             last_value = agent(torch.from_numpy(games.obs).to(device))[1]
+        torch.set_num_threads(threads)
         rewards, terminations, truncations = torch.from_numpy(rows).to(device).unbind(1)
         dones = terminations + truncations
         next_values = torch.cat([values[1:], last_value[None]])  # the row below is the successor, but at an episode end
@@ -585,6 +585,8 @@ class Run:
                 os.fsync(file.fileno())
             aside.replace(self.folder / name)
         except (OSError, RuntimeError) as error:
+            if isinstance(error.__context__, KeyboardInterrupt):  # which torch reports as a file that ends too early
+                raise KeyboardInterrupt from None
             raise OSError(f"{self.folder / name} could not be written and is as it was before ({error})") from error
         finally:
             aside.unlink(missing_ok=True)

@@ -1282,6 +1282,8 @@ class Run:
                 os.fsync(file.fileno())
             aside.replace(self.folder / name)
         except (OSError, RuntimeError) as error:
+            if isinstance(error.__context__, KeyboardInterrupt):  # which torch reports as a file that ends too early
+                raise KeyboardInterrupt from None
             raise OSError(f"{self.folder / name} could not be written and is as it was before ({error})") from error
         finally:
             aside.unlink(missing_ok=True)

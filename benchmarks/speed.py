@@ -113,10 +113,9 @@ def load(name: str, width: int) -> Any:
     if width == 64:
         return importlib.import_module(name)
     source = (ROOT / f"{name}.py").read_text()
-    module: Any = types.ModuleType(name)
-    sys.modules[name] = module  # dataclasses look themselves up
+    module: Any = types.ModuleType(f"{name}_{width}")
+    sys.modules[module.__name__] = module  # where its dataclass looks for its types
     exec(compile(re.sub(r"\b64\b(?=[,)])", str(width), source), f"{name}.py", "exec"), module.__dict__)
-    del sys.modules[name]
     return module
 
 

@@ -1,5 +1,6 @@
 """Runs as users have them: real processes, killed and resumed, wrong flags, what is printed, what lies in the folder."""
 
+import io
 import json
 import math
 import os
@@ -106,6 +107,32 @@ def test_an_interrupt_closes_the_log_and_names_the_folder(name: str, tmp_path: P
     assert "interrupted" in output and f"{folder} (not finished: --resume" in output and "Traceback" not in output
     assert not list(folder.glob("*.tmp")) and checkpoint(folder)["iteration"] >= 3
     assert len(scalars(folder)["losses/value_loss"]) >= checkpoint(folder)["iteration"]
+
+
+def test_an_interrupt_within_a_checkpoint_is_one(name: str, tmp_path: Path, monkeypatch) -> None:
+    """torch turns what is raised while it writes into an error of the file; the old checkpoint stands either way."""
+    module = MODULES[name]
+    args = module.parse_args([*SMALL[name], "--checkpoint-every", "1", "--run-dir", str(tmp_path)])
+    files = iter(range(9))
+
+    class Interrupted(io.FileIO):
+        number = 0
+
+        def write(self, data: Any) -> int:
+            if self.number == 1 and self.tell() > 1000:
+                raise KeyboardInterrupt
+            return super().write(data)
+
+    def opened(path: Any, mode: str) -> Any:
+        file = Interrupted(path, mode)
+        file.number = next(files)
+        return file
+
+    monkeypatch.setattr(module, "open", opened, raising=False)
+    with pytest.raises(KeyboardInterrupt):
+        module.train(args)
+    (folder,) = tmp_path.iterdir()
+    assert checkpoint(folder)["iteration"] == 1 and not list(folder.glob("*.tmp"))
 
 
 @pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGINT], ids=lambda s: s.name)
