@@ -100,6 +100,7 @@ def timed(name: str, flags: list[str], iterations: int, width: int = 64) -> tupl
             end(run, metrics)
             clock["begin"] = time.perf_counter()
 
+        undo.callback(torch.set_num_threads, torch.get_num_threads())
         undo.callback(setattr, module, "compute_gae", gae)
         undo.callback(setattr, module.Run, "end_iteration", end)
         module.compute_gae, module.Run.end_iteration = compute_gae, end_iteration
