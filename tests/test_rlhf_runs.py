@@ -207,7 +207,7 @@ def test_a_reward_model_of_nans_is_not_trained_on(model_folder: Path, data: dict
     with torch.no_grad():
         model.score.weight.fill_(float("nan"))
     model.save_pretrained(tmp_path / "scorer")
-    with pytest.raises(FloatingPointError, match="score of the reward model"):
+    with pytest.raises(FloatingPointError, match="score of the reward model|a weight of reward_model"):
         train(tmp_path, *real_flags(model_folder, {"prompts": data["prompts"]}), "--reward-model", tmp_path / "scorer")
 
 
