@@ -569,6 +569,17 @@ def test_the_three_estimators_and_the_exact_kl_agree(monkeypatch: Any) -> None:
 # ------------------------------------------------------------------------------------------------ the update
 
 
+def test_the_value_clip_of_rlhf_can_be_switched_off(answered: Any) -> None:
+    """Without it the loss is half the mean squared error over the real tokens."""
+    agent, _, responses = answered
+    torch.manual_seed(1)
+    per_token = torch.randn(4, *responses.real.shape)
+    error = (agent(responses)[1] - per_token[2])[responses.real]
+    stats = [rlhf.ppo_loss(args(clip_vloss=clip), agent, responses, per_token)[1][0] for clip in (False, True)]
+    assert float(stats[0]) == pytest.approx(float(0.5 * error.square().mean()), rel=1e-4)
+    assert float(stats[1]) > float(stats[0]) + 1e-3
+
+
 @pytest.mark.detail("R27")
 @pytest.mark.detail("R30")
 def test_the_loss_and_its_statistics_are_means_over_real_tokens(answered: Any) -> None:
