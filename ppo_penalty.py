@@ -341,6 +341,8 @@ def check_args(args: Args) -> None:
 
 def start(args: Args) -> torch.device:
     """Check the flags, set torch up and join the other processes, if any; returns the device of this one."""
+    import ctypes
+
     check_args(args)
     name = "cpu" if args.device == "auto" and not (args.cuda and torch.cuda.is_available()) else args.device
     try:
@@ -356,6 +358,10 @@ def start(args: Args) -> torch.device:
     torch.set_float32_matmul_precision("high" if args.bf16 else "highest")
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    libc: Any = ctypes.CDLL(None) if os.name == "posix" else None
+    if hasattr(libc, "mallopt"):  # glibc hands freed memory back, though the next minibatch needs as much: keep it
+        libc.mallopt(-3, 2**25)  # M_MMAP_THRESHOLD, as large as it may be
+        libc.mallopt(-1, 2**30)  # M_TRIM_THRESHOLD
     if WORLD > 1 and not dist.is_initialized():
         # Imported later, by Adam, its default arguments would keep the group and its threads alive into the exit.
         from torch.distributed.nn import functional  # noqa: F401

@@ -6,8 +6,8 @@
     python benchmarks/speed.py --device cuda --json speed.json
 
 Script and plain loop take turns, A B A B, so that what else the machine does meets both; what is compared are the ratios of
-neighbours, and of those the median. The first iteration of each turn is warm-up. Plain loops run on the CPU; that of Atari
-needs OpenCV, and TRPO is held against SB3-contrib, if it is installed.
+neighbours, and of those the median. The first iteration of each turn is warm-up. Plain loops run on the CPU, in a process of
+their own, as they would by themselves; that of Atari needs OpenCV, and TRPO is held against SB3-contrib, if it is installed.
 
 Of the limit: operations per second of the update (counted by torch, in float32) over those of large matrix products with as
 many threads and of the same type; steps per second of the rollout over those of the simulator alone.
@@ -21,6 +21,7 @@ import importlib
 import importlib.util
 import io
 import json
+import multiprocessing
 import platform
 import re
 import statistics
@@ -148,6 +149,7 @@ class Rlhf:
         m, args = self.module, self.args
         agent = m.make_agent(args, self.reference, self.scorer)
         optimizer = torch.optim.Adam(agent.parameters(), 1e-6, fused=True)
+        m.start(args)
         score = lambda responses: m.reward_scores(self.scorer, responses.tokens, responses.mask)
         for i in count():
             begin = time.perf_counter()
@@ -253,35 +255,51 @@ def median_rates(timings: list[Timing]) -> dict[str, float]:
     }
 
 
-def plain_loop(name: str, models: Rlhf | None) -> Iterator[Timing] | None:
-    """What a script is held against, or None if the package for it is missing."""
+def serve(name: str, pipe: Any) -> None:
+    """The plain loop of a script: as many iterations as `pipe` asks for, until it asks for none."""
+    loop = Rlhf().plain() if name == "rlhf" else getattr(plain, WORK[name][1])()
+    while n := pipe.recv():
+        pipe.send(list(islice(loop, n)))
+
+
+@contextlib.contextmanager
+def plain_loop(name: str) -> Iterator[Callable[[int], list[Timing]]]:
+    """Gives the next n timings of what a script is held against, or none if the package for it is missing."""
     package = {"atari": "cv2", "trpo": "sb3_contrib"}.get(name, "torch")
     if not importlib.util.find_spec(package):
         print(f"{name}: nothing to compare with, as the package {package} is not installed")
-        return None
-    return models.plain() if models else getattr(plain, WORK[name][1])()
+        yield lambda n: []
+        return
+    context = multiprocessing.get_context("spawn")
+    pipe, end = context.Pipe()
+    process = context.Process(target=serve, args=(name, end), daemon=True)
+    process.start()
+    end.close()  # so that a process that died is noticed
+
+    def timings(n: int) -> list[Timing]:
+        pipe.send(n)
+        return list(pipe.recv())
+
+    yield timings
+    pipe.send(0)
+    process.join()
 
 
 def compare(name: str, flags: list[str], args: Args, machine: dict[str, float]) -> dict[str, Any]:
     """Rates of a script with flags, of its plain loop, the ratios of their turns, and the shares of the machine's limits."""
     models = Rlhf() if name == "rlhf" else None
-    loop = plain_loop(name, models)
     own = models.script() if models else None
-    threads = torch.get_num_threads()
     turns: list[tuple[list[Timing], list[Timing]]] = []
     flops, size = 0.0, 1.0
-    for _ in range(args.rounds):
-        if own:
-            mine = list(islice(own, args.iterations + 1))[1:]
-            flops = models.flops if models else 0.0
-        else:
-            mine, counted = timed(WORK[name][0], [*flags, "--device", args.device], args.iterations)
-            flops, size = counted, mine[0][2]
-        if name in ("atari", "rlhf"):
-            torch.set_num_threads(threads)
-        theirs = list(islice(loop, args.iterations + 1))[1:] if loop else []
-        turns.append((mine, theirs))
-    torch.set_num_threads(threads)
+    with plain_loop(name) as timings:
+        for _ in range(args.rounds):
+            if own:
+                mine = list(islice(own, args.iterations + 1))[1:]
+                flops = models.flops if models else 0.0
+            else:
+                mine, counted = timed(WORK[name][0], [*flags, "--device", args.device], args.iterations)
+                flops, size = counted, mine[0][2]
+            turns.append((mine, timings(args.iterations + 1)[1:]))
     rates = median_rates([t for mine, _ in turns for t in mine])
     result: dict[str, Any] = {"script": rates, "limits": {}}
     one = "" if name in ("atari", "rlhf") else ", one thread"
@@ -291,7 +309,7 @@ def compare(name: str, flags: list[str], args: Args, machine: dict[str, float]) 
     if name != "rlhf":
         alone = "8 games of Breakout alone" if name == "atari" else "HalfCheetah alone"
         result["limits"]["rollout"] = rates["rollout"] / machine[f"{alone}, steps/s"]
-    if loop:
+    if turns[0][1]:
         result["plain"] = median_rates([t for _, theirs in turns for t in theirs])
         ratios = [median_rates(mine)["all"] / median_rates(theirs)["all"] for mine, theirs in turns]
         result["ratios"] = [round(x, 2) for x in ratios]

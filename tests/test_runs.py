@@ -4,6 +4,7 @@ import io
 import json
 import math
 import os
+import platform
 import re
 import resource
 import signal
@@ -499,3 +500,29 @@ def test_nan_stops_the_run_with_a_sentence_and_keeps_the_checkpoint(name: str, t
         result.returncode == 1 and "of environment 0 is" in result.stderr and re.search(r"at step [13] ", result.stderr)
     )
     assert "Traceback" not in result.stderr
+
+
+MEMORY = """
+import ctypes, {name} as script
+script.start(script.Args())
+class Info(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_size_t) for name in "arena ordblks smblks hblks hblkhd _ _ _ _ keepcost".split()]
+libc = ctypes.CDLL(None)
+libc.mallinfo2.restype = Info
+libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+before = libc.mallinfo2().hblks
+block = libc.malloc(28_000_000)
+mapped = libc.mallinfo2().hblks - before
+libc.free(block)
+print(mapped, libc.mallinfo2().keepcost)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="is about glibc")
+def test_memory_that_is_needed_again_is_kept(name: str) -> None:
+    """By default glibc maps a block of this size on its own and unmaps it when it is freed."""
+    source = MEMORY.format(name=name)
+    result = subprocess.run([sys.executable, "-c", source], cwd=ROOT, env=environment(), capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    mapped, kept = map(int, result.stdout.split())
+    assert mapped == 0 and kept > 28_000_000
