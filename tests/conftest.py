@@ -54,7 +54,8 @@ MODULES = {name: load(name) for name in SCRIPTS}
 
 
 def environment() -> dict[str, str]:
-    return os.environ | {"PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "default"}
+    own = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST")}
+    return own | {"PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "default"}
 
 
 def command(name: str, *flags: Any) -> list[str]:
@@ -63,8 +64,7 @@ def command(name: str, *flags: Any) -> list[str]:
 
 SERVER = """
 import json, os, runpy, signal, sys
-import ale_py.vector_env, gymnasium, numpy, torch, tqdm, transformers, tyro
-import torch.utils.tensorboard, transformers.models.gpt2.modeling_gpt2
+import {modules}
 for line in sys.stdin:
     job = json.loads(line)
     child = os.fork()
@@ -77,21 +77,39 @@ signal.alarm(job["timeout"])
 os.chdir(job["cwd"])
 os.environ |= job["env"]
 for stream, path in enumerate([os.devnull, *job["outputs"]]):
-    os.dup2(os.open(path, os.O_RDWR | os.O_CREAT), stream)
-sys.argv, sys.path[0] = job["argv"], os.path.dirname(job["argv"][0])
-runpy.run_path(sys.argv[0], run_name="__main__")
+    os.dup2(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND), stream)
+sys.argv = job["argv"]
+if sys.argv[0].endswith(".py"):
+    sys.path[0] = os.path.dirname(sys.argv[0])
+    runpy.run_path(sys.argv[0], run_name="__main__")
+else:
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 """
+IMPORTED = """ale_py.vector_env, gymnasium, numpy, torch, tqdm, transformers, tyro, torch.utils.tensorboard,
+    transformers.models.gpt2.modeling_gpt2"""
 
 
 @functools.cache
-def server() -> subprocess.Popen[str]:
-    """A process that has imported what the scripts need, and forks one that runs a script for each line it is sent."""
+def server(modules: str) -> subprocess.Popen[str]:
+    """A process that has imported modules, and forks one that runs a script or module for each line it is sent."""
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    return subprocess.Popen([sys.executable, "-c", SERVER], env=environment(), **pipes)
+    source = SERVER.replace("{modules}", " ".join(modules.split()))
+    return subprocess.Popen([sys.executable, "-c", source], env=environment(), **pipes)
+
+
+def forked(argv: list[str], cwd: Path, outputs: list[Path], timeout: int, modules: str = IMPORTED, **env: str) -> int:
+    """The exit status of a script or module with its arguments, run in a fork, which saves the seconds of imports."""
+    paths = [*map(str, outputs)]
+    process = server(modules)
+    assert process.stdin and process.stdout
+    job = {"argv": argv, "cwd": str(cwd), "env": env, "timeout": timeout, "outputs": paths}
+    process.stdin.write(json.dumps(job) + "\n")
+    process.stdin.flush()
+    return int(process.stdout.readline())
 
 
 def run(name: str, *flags: Any, cwd: Path, timeout: int = 400, **options: Any) -> subprocess.CompletedProcess[str]:
-    """Run a script as a user does, without a terminal: in a process of its own, forked to save the seconds of imports.
+    """Run a script as a user does, without a terminal: in a process of its own.
 
     With options of subprocess.run, or fresh=True, it is a new interpreter.
     """
@@ -102,12 +120,7 @@ def run(name: str, *flags: Any, cwd: Path, timeout: int = 400, **options: Any) -
         return subprocess.run(argv, cwd=cwd, timeout=timeout, **options)
     with tempfile.TemporaryDirectory() as folder:
         outputs = [Path(folder, "out"), Path(folder, "err")]
-        job = {"argv": argv[1:], "cwd": str(cwd), "env": env, "timeout": timeout, "outputs": [*map(str, outputs)]}
-        process = server()
-        assert process.stdin and process.stdout
-        process.stdin.write(json.dumps(job) + "\n")
-        process.stdin.flush()
-        status = int(process.stdout.readline())
+        status = forked(argv[1:], cwd, outputs, timeout, **env)
         return subprocess.CompletedProcess(argv, status, *(path.read_text() for path in outputs))
 
 

@@ -18,7 +18,7 @@ from conftest import ROOT, environment, left_in, scalars
 
 def test_smoke_speed_prints_a_table_and_writes_json(tmp_path: Path) -> None:
     script = ROOT / "benchmarks" / "speed.py"
-    flags = ["--only", "trpo", "--rounds", "1", "--iterations", "1", "--json", "speed.json"]
+    flags = ["--only", "trpo", "--rounds", "1", "--iterations", "1", "--scaling", "--json", "speed.json"]
     result = subprocess.run(
         [sys.executable, str(script), *flags],
         cwd=tmp_path,
@@ -31,6 +31,7 @@ def test_smoke_speed_prints_a_table_and_writes_json(tmp_path: Path) -> None:
     report = json.loads((tmp_path / "speed.json").read_text())
     rates = report["trpo"]["script"]
     assert 0 < rates["all"] < min(rates["rollout"], rates["update"])
+    assert {f"trpo, {n} environments" for n in (1, 2, 4, 8, 16, 32, 64)} == set(report["scaling"])
     assert f"{rates['all']:,.0f}" in result.stdout and [path.name for path in tmp_path.iterdir()] == ["speed.json"]
 
 

@@ -118,31 +118,3 @@ def test_importing_a_script_starts_nothing(tmp_path: Path) -> None:
     code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import {', '.join(SCRIPTS)}"
     result = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert result.returncode == 0 and not result.stdout and not result.stderr and not list(tmp_path.iterdir())
-
-
-def test_every_command_of_the_readme_parses() -> None:
-    """Commands in README.md's code blocks name scripts that exist and flags that they have."""
-    from conftest import MODULES
-
-    blocks = re.findall(r"```(?:bash|sh)\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
-    commands = [line for block in blocks for line in block.replace("\\\n", " ").splitlines() if ".py" in line]
-    assert len(commands) >= 8
-    for line in commands:
-        line = line.split("&&")[-1].split("#")[0].strip()
-        script, *flags = line[re.search(r"\w+\.py", line).start() :].split()  # type: ignore[union-attr]
-        name = script.removesuffix(".py")
-        if name in MODULES and not {"--resume", "--evaluate", "--help"} & set(flags):
-            MODULES[name].parse_args(flags)
-        assert (ROOT / script).exists() or (ROOT / "benchmarks" / script).exists(), line
-
-
-def test_the_readme_names_functions_that_exist() -> None:
-    """In the last column of "How to read a run", and in the table of scripts what to read first."""
-    text = (ROOT / "README.md").read_text()
-    scripts = "".join((ROOT / f"{name}.py").read_text() for name in SCRIPTS)
-    rows = re.findall(r"^\| `(?:charts|losses|kl)/.*\| ([^|]+) \|$", text, re.M)
-    names = [name for row in rows for name in re.findall(r"`([\w.]+)`", row)]
-    assert len(rows) >= 10
-    for name in names:
-        assert re.search(rf"(def|class) {name.split('.')[0]}\b|\b{name}\b = |\b{name} = ", scripts), name
-        assert f"def {name.split('.')[-1]}(" in scripts or re.search(rf"\b{name}\b.* = ", scripts), name

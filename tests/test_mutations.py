@@ -3,19 +3,14 @@
 `pytest -m mutation` applies every one of them; the plain run takes a sample. A mutant works in a copy of the repository.
 """
 
-import functools
-import json
-import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
 import details
 import pytest
-from conftest import GAUSSIAN, ROOT, SCRIPTS
+from conftest import GAUSSIAN, IMPORTED, ROOT, SCRIPTS, forked
 from mutations import MUTANTS, Mutant
 
 PAIRS = [(mutant, script) for mutant in MUTANTS for script in mutant.scripts.split()]
@@ -42,31 +37,7 @@ def claiming(marks: list[str], script: str) -> list[str]:
     return sorted(dict.fromkeys(found), key=lambda test: test.startswith("test_ranks"))  # the slowest ones last
 
 
-SERVER = """
-import json, os, signal, sys
-import ale_py.vector_env, gymnasium, hypothesis, pytest, tensorboard, torch, tqdm, tyro  # once, which saves seconds per mutant
-import tokenizers, torch._dynamo, transformers.models.gpt2.modeling_gpt2, transformers.models.auto
-for line in sys.stdin:
-    folder, arguments = json.loads(line)
-    child = os.fork()
-    if not child:
-        signal.alarm(600)
-        os.chdir(folder)
-        for stream in (1, 2):
-            os.dup2(os.open("output.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
-        code = pytest.main(arguments)
-        sys.stdout.flush()
-        os._exit(code)
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-"""
-
-
-@functools.cache
-def server() -> subprocess.Popen[str]:
-    """A process that has imported what all scripts need, and runs pytest in a fork of itself for each line it is sent."""
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST")} | {"OMP_NUM_THREADS": "1"}
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    return subprocess.Popen([sys.executable, "-c", SERVER], text=True, env=environment, **pipes)  # type: ignore[call-overload]
+IMPORTED_TOO = "hypothesis, pytest, tensorboard, tokenizers, torch._dynamo, transformers.models.auto"
 
 
 def judge(folder: Path, script: str, tests: list[str], change: Mutant | None) -> str:
@@ -80,15 +51,12 @@ def judge(folder: Path, script: str, tests: list[str], change: Mutant | None) ->
     others = " or ".join(name for name in SCRIPTS if name != script)
     options = ["-n", "0", "-x", "-q", "-p", "no:cacheprovider", "--basetemp", "tmp", "--junitxml", "report.xml"]
     arguments = [*options, "-k", f"not ({others})", *(f"tests/{test}" for test in tests)]
-    process = server()
-    assert process.stdin and process.stdout
-    process.stdin.write(json.dumps([str(folder), arguments]) + "\n")
-    process.stdin.flush()
-    code = int(process.stdout.readline())
+    output = folder / "output.txt"
+    code = forked(["pytest", *arguments], folder, [output, output], 600, f"{IMPORTED}, {IMPORTED_TOO}")
     if code == 0:
         return "passed"
     if code != 1:
-        return f"pytest ended with {code}: {(folder / 'output.txt').read_text()[-3000:]}"
+        return f"pytest ended with {code}: {output.read_text()[-3000:]}"
     report = ElementTree.parse(folder / "report.xml")
     message = next(str(node.get("message")) for tag in ("error", "failure") for node in report.iter(tag))
     crashed = not BEHAVIOUR.match(message) or "Traceback (most" in message
