@@ -432,9 +432,8 @@ def make_envs(args: Args, num_envs: int) -> tuple[Any, Callable[[], Any]]:
     """One environment whose spaces, first observation and picture were tried, and what makes `num_envs` of its kind."""
     import multiprocessing
 
-    require(
-        hasattr(gym.vector, "AutoresetMode"), f"gymnasium {gym.__version__} is too old: pip install gymnasium==1.4.0"
-    )
+    old = f"gymnasium {gym.__version__} is too old: pip install gymnasium==1.4.0"
+    require(hasattr(gym.vector, "AutoresetMode"), old)
 
     def make(render_mode: str | None, seed: int) -> gym.Env:
         if multiprocessing.parent_process():  # a worker of AsyncVectorEnv, which its parent ends, also after Ctrl-C
@@ -446,16 +445,13 @@ def make_envs(args: Args, num_envs: int) -> tuple[Any, Callable[[], Any]]:
             import mujoco
 
             mujoco.set_mju_user_warning(warn_once)
-        picture: dict[str, Any] = (
-            {"render_mode": render_mode} if render_mode else {}
-        )  # which not every environment takes
+        picture: dict[str, Any] = {"render_mode": render_mode} if render_mode else {}  # which some do not take
         env = gym.make(args.env_id, disable_env_checker=True, **picture)
         observed = env.observation_space
         require(not holds_image(observed), "its observations are images; ppo_atari.py is the script for images")
         require(observed.is_np_flattenable, f"its observations, {observed}, do not flatten into a vector")
-        require(
-            isinstance(env.action_space, gym.spaces.Box), f"its actions are {env.action_space}; this takes Box spaces"
-        )
+        box = isinstance(env.action_space, gym.spaces.Box)
+        require(box, f"its actions are {env.action_space}; this takes Box spaces")
         return PlainEnv(env)
 
     filmed = args.capture_video and not RANK
@@ -471,9 +467,8 @@ def make_envs(args: Args, num_envs: int) -> tuple[Any, Callable[[], Any]]:
     try:
         probe = make(modes[0], 0)
         shape = probe.reset()[0].shape
-        require(
-            shape == probe.observation_space.shape, f"it observes {shape}, not as declared {probe.observation_space}"
-        )
+        declared = probe.observation_space
+        require(shape == declared.shape, f"it observes {shape}, not as declared {declared}")
     except Exception as error:
         reason = str(error) if isinstance(error, UsageError | gym.error.Error) else f"{type(error).__name__} {error}"
         reason += "; Atari games belong to ppo_atari.py" * bool(re.search("^ALE/|NoFrameskip", args.env_id))
@@ -570,19 +565,9 @@ def health(metrics: dict[str, float], flat: bool, max_kl: float) -> Iterator[tup
         ("losses/clipfrac", 1e-3 * flat, 1, "the policy hardly moves and the return is flat; raise --learning-rate"),
         ("losses/approx_kl", -1, max_kl, "the policy moves too far at once; lower --learning-rate or --update-epochs"),
         ("losses/entropy", -1e9 if gaussian else 0.01, 1e9, "the policy hardly explores any more; raise --ent-coef"),
-        (
-            "losses/explained_variance",
-            0,
-            1,
-            "values are worse than a constant; check the rewards, lower --learning-rate",
-        ),
+        ("losses/explained_variance", 0, 1, "values are worse than a constant; check rewards, lower --learning-rate"),
         ("charts/policy_std", 0.01, 10, "exploration noise has vanished or runs away; check --ent-coef"),
-        (
-            "charts/clipped_actions",
-            0,
-            0.5,
-            "most actions lie outside the bounds; lower --ent-coef or rescale the actions",
-        ),
+        ("charts/clipped_actions", 0, 0.5, "most actions lie outside the bounds; lower --ent-coef or rescale them"),
     ):
         value = metrics.get(name, float("nan"))
         if value < low or value > high:
@@ -612,9 +597,8 @@ class Run:
         if args.resume:
             self.folder = Path(args.resume).absolute()
         else:  # characters that no file system minds; unique also among runs that start in the same second
-            name = re.sub(
-                r"[^\w.-]+", "-", f"{args.env_id}__{args.exp_name}__{args.seed}__{time.strftime('%y%m%d-%H%M%S')}_"
-            )
+            stamp = time.strftime("%y%m%d-%H%M%S")
+            name = re.sub(r"[^\w.-]+", "-", f"{args.env_id}__{args.exp_name}__{args.seed}__{stamp}_")
             try:
                 os.makedirs(args.run_dir, exist_ok=True)
                 self.folder = Path(tempfile.mkdtemp(prefix=name, dir=args.run_dir)).absolute()
@@ -647,9 +631,7 @@ class Run:
             self.film.end()
         if afresh and iteration > self.first and not (self.ended or RANK or "restart" in self.said):
             self.said.add("restart")
-            self.bar.write(
-                "no episode has ended between two checkpoints, at which all start anew; raise --checkpoint-every"
-            )
+            self.bar.write("no episode ended between two checkpoints, where all start anew; raise --checkpoint-every")
         self.ended = self.ended and not afresh
         return afresh
 
@@ -671,9 +653,7 @@ class Run:
         self.metrics = dict(zip(metrics, global_mean(stacked).tolist(), strict=True))
         if not np.isfinite(self.metrics["losses/explained_variance"]):
             self.metrics["losses/explained_variance"] = float("nan")  # it does not exist for constant returns
-        bad = [
-            f"{k} is {v}" for k, v in self.metrics.items() if not np.isfinite(v) and k != "losses/explained_variance"
-        ]
+        bad = [f"{k} is {v}" for k, v in self.metrics.items() if not np.isfinite(v) and "explained" not in k]
         if bad:
             raise FloatingPointError(f"{bad[0]} in iteration {self.iteration + 1}; nothing of it was saved")
         for part in self.parts.values():
@@ -754,10 +734,9 @@ class Run:
     def close(self) -> None:
         self.bar.close()
         self.writer.close()
-        saved = (
-            "--resume goes on from its last checkpoint" if (self.folder / "checkpoint.pt").exists() else "no checkpoint"
-        )
-        state = "finished" if self.iteration >= self.last else f"not finished: {saved}"
+        saved = (self.folder / "checkpoint.pt").exists()
+        left = "--resume goes on from its last checkpoint" if saved else "no checkpoint"
+        state = "finished" if self.iteration >= self.last else f"not finished: {left}"
         print(f"run folder: {self.folder} ({state})", flush=True)
 
 
@@ -788,9 +767,8 @@ class Film:
 
     def add(self, frame: Callable[[], np.ndarray], ended: bool) -> None:
         """`frame()` gives uint8 [H, W] or [H, W, 3]; `ended` says that it is an episode's last one."""
-        if self.video is None and (
-            self.every or round(self.count ** (1 / 3)) ** 3 == self.count or self.count % 1000 == 0
-        ):
+        due = self.every or round(self.count ** (1 / 3)) ** 3 == self.count or self.count % 1000 == 0
+        if self.video is None and due:
             self.video = self.open()
         if self.video:
             image = frame()
@@ -833,10 +811,8 @@ def evaluate(args: Args) -> list[float]:
             if share[i]:
                 scores.append(score)
                 share[i] -= 1
-    how = "sampled" if args.eval_sample else "mean"
-    print(
-        f"{args.env_id}: return {np.mean(scores):.2f} ± {np.std(scores):.2f} over {len(scores)} episodes, {how} actions"
-    )
+    how = f"{'sampled' if args.eval_sample else 'mean'} actions"
+    print(f"{args.env_id}: return {np.mean(scores):.2f} ± {np.std(scores):.2f} over {len(scores)} episodes, {how}")
     return scores
 
 

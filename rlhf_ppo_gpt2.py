@@ -208,9 +208,8 @@ def hidden_states(model: Any, tokens: Tensor, mask: Tensor, bf16: bool = False) 
     packed[:, row, place] = torch.stack([tokens[mask], (mask.cumsum(1) - 1)[mask], text + 1])  # [R4]
     together = packed[2][:, :, None] == packed[2][:, None, :]
     with torch.autocast(tokens.device.type, torch.bfloat16, enabled=bf16):
-        trunk = model.transformer(
-            packed[0], position_ids=packed[1], attention_mask=together.tril()[:, None], use_cache=False
-        )
+        causal = together.tril()[:, None]
+        trunk = model.transformer(packed[0], position_ids=packed[1], attention_mask=causal, use_cache=False)
     states = trunk.last_hidden_state.new_zeros(*mask.shape, trunk.last_hidden_state.shape[-1])
     states[mask] = trunk.last_hidden_state[row, place]
     return states.float()
@@ -300,9 +299,8 @@ def sample_responses(policy: Any, prompts: list[list[int]], length: int, tempera
         seen = mask[rows, : column + 1]
         inputs = {"attention_mask": seen[:, None, None], "position_ids": seen.sum(1, keepdim=True) - 1}
     ended = torch.ones_like(mask[:, 0]).index_fill(0, rows, False)
-    return Responses(tokens[:, : column + 1], mask[:, : column + 1], columns, ended), logprobs[
-        :, : column + 1 - columns
-    ]
+    end = column + 1
+    return Responses(tokens[:, :end], mask[:, :end], columns, ended), logprobs[:, : end - columns]
 
 
 def sft_loss(policy: Any, texts: list[list[int]]) -> Tensor:
@@ -526,9 +524,7 @@ def train(args: Args) -> dict[str, float]:
         middle = time.time()
         history, updates, skipped = update(args, agent, optimizer, ppo_loss, responses, per_token)
         end = time.time()
-        figures |= (
-            {"gold": task.gold(responses).to(device)} if task.judge else {}
-        )  # [R31] to look at, not to learn from
+        figures |= {"gold": task.gold(responses).to(device)} if task.judge else {}  # [R31] to look at, no more
         metrics = dict(zip(STATS, torch.stack(history or [torch.full((len(STATS),), np.nan)]).mean(0), strict=True))
         for name, values in figures.items():
             mean, square = global_mean(torch.stack([values.mean(), values.square().mean()]))
@@ -552,9 +548,8 @@ def train(args: Args) -> dict[str, float]:
 
 RANK, WORLD, LOCAL_RANK = (int(os.environ.get(k, d)) for k, d in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
 STATS = "losses/value_loss losses/policy_loss losses/entropy kl/old_k1 kl/old losses/clipfrac".split()
-TAGS = {"return": "charts/episodic_return", "length": "charts/episodic_length"} | {
-    k: f"charts/{k}" for k in ("proxy", "score", "gold", "ended")
-}
+TAGS = {k: f"charts/{k}" for k in ("proxy", "score", "gold", "ended")}
+TAGS |= {"return": "charts/episodic_return", "length": "charts/episodic_length"}
 EVALUATED = "gold proxy kl/ref kl/ref_exact length ended".split()
 POSITIVE = """prompt_length response_length temperature sft_size num_pairs fit_batch_size batch_size num_minibatches
     micro_batch_size update_epochs adam_eps max_grad_norm target_kl kl_target kl_horizon eval_episodes""".split()
@@ -602,9 +597,8 @@ def check_args(args: Args) -> None:
     require(args.batch_size % WORLD == 0, f"--batch-size {args.batch_size} must be a multiple of the {WORLD} processes")
     require(args.beta_controller != "proportional" or args.kl_horizon >= args.batch_size,
             f"--kl-horizon {args.kl_horizon} must be at least batch-size = {args.batch_size}")  # fmt: skip
-    require(
-        args.num_pairs >= 2 * WORLD, f"--num-pairs {args.num_pairs} must be at least {2 * WORLD}, as some are held out"
-    )
+    pairs = f"--num-pairs {args.num_pairs} must be at least {2 * WORLD}, as some are held out"
+    require(args.num_pairs >= 2 * WORLD, pairs)
     require(args.fit_batch_size >= WORLD, f"--fit-batch-size {args.fit_batch_size} must be at least {WORLD}")
     require(args.batch_size // WORLD % args.num_minibatches == 0, f"--num-minibatches {args.num_minibatches} must divide"
             f" batch-size = {args.batch_size // WORLD} in each process")  # fmt: skip
@@ -703,9 +697,8 @@ def load_task(args: Args, device: torch.device) -> tuple[Task, Any]:
     if args.model is None:
         task = builtin_task(args)
         longest = max(map(len, task.prompts + task.held_out))
-        require(
-            args.prompt_length >= longest, f"--prompt-length {args.prompt_length}: the built-in prompts need {longest}"
-        )
+        short = f"--prompt-length {args.prompt_length}: the built-in prompts need {longest}"
+        require(args.prompt_length >= longest, short)
         room = max(args.prompt_length + args.response_length, *map(len, task.texts))
         config = transformers.GPT2Config(
             vocab_size=len(task.tokenizer), n_positions=room, n_embd=128, n_layer=2, n_head=4, bos_token_id=task.eos,
@@ -716,9 +709,8 @@ def load_task(args: Args, device: torch.device) -> tuple[Task, Any]:
         task = file_task(args, load_model(args.model, transformers.AutoTokenizer, "--model"))
         policy.config.sft_loss = None  # that of another run, perhaps
         size = policy.config.vocab_size
-        require(
-            len(task.tokenizer) <= size, f"--model {args.model}: its tokenizer has more tokens than the model's {size}"
-        )
+        large = f"--model {args.model}: its tokenizer has more tokens than the model's {size}"
+        require(len(task.tokenizer) <= size, large)
     check_room(args, policy)
     return task, still(policy).to(device)
 
@@ -829,9 +821,8 @@ def file_task(args: Args, tokenizer: Any) -> Task:
         return ids[-limit:]  # [R2] what a prompt ends with matters most, and it ends where its author ended it [R5]
 
     whole = lambda text: tokens(text + tokenizer.eos_token, "texts", longest)
-    prompts = [
-        tokens(text, "prompts", args.prompt_length) for (text,) in read_rows(args.prompts or "", "--prompts", "prompt")
-    ]
+    rows = read_rows(args.prompts or "", "--prompts", "prompt")
+    prompts = [tokens(text, "prompts", args.prompt_length) for (text,) in rows]
     pairs = read_rows(args.preferences, "--preferences", "prompt", "chosen", "rejected") if args.preferences else []
     require(len(pairs) != 1, f"--preferences {args.preferences} needs at least two rows, as one is held out")
     texts = read_rows(args.sft, "--sft", "prompt", "response") if args.sft else []
@@ -867,9 +858,8 @@ def builtin_task(args: Args) -> Task:
 def prompt_batch(prompts: list[list[int]], iteration: int, size: int, seed: int) -> list[list[int]]:
     """This process's share of the prompts of an iteration: all in turn, in a new order each pass [R7]."""
     places = range(iteration * size + RANK, (iteration + 1) * size, WORLD)
-    orders = {
-        p: np.random.default_rng((seed, p)).permutation(len(prompts)) for p in {i // len(prompts) for i in places}
-    }
+    passes = {i // len(prompts) for i in places}
+    orders = {p: np.random.default_rng((seed, p)).permutation(len(prompts)) for p in passes}
     return [prompts[orders[i // len(prompts)][i % len(prompts)]] for i in places]
 
 
@@ -998,9 +988,8 @@ def make_reward_model(args: Args, task: Task, reference: Any) -> Any:
     if args.reward_model is None:
         model = train_reward_model(args, task, reference)
     else:
-        model = still(load_model(args.reward_model, AutoModelForSequenceClassification, "--reward-model")).to(
-            reference.device
-        )
+        model = still(load_model(args.reward_model, AutoModelForSequenceClassification, "--reward-model"))
+        model.to(reference.device)
         same = model.config.num_labels == 1 and model.config.vocab_size == reference.config.vocab_size
         require(same, f"--reward-model {args.reward_model} must have one label and the model's own vocabulary")
     normalize_reward(args, task, reference, model)
@@ -1151,9 +1140,8 @@ class Run:
         step = self.iteration * args.batch_size
         self.writer = SummaryWriter(str(self.folder), purge_step=step + bool(step), flush_secs=30)
         self.writer.add_text("args", "".join(f"    {k} = {v}\n" for k, v in vars(args).items()))
-        self.bar = tqdm(
-            total=self.last * args.batch_size, initial=step, unit="response", disable=not sys.stderr.isatty()
-        )
+        steps = self.last * args.batch_size
+        self.bar = tqdm(total=steps, initial=step, unit="response", disable=not sys.stderr.isatty())
         atexit.register(self.close)  # also after an interrupt or an error
         self.folder.chmod(0o755)
         self.say(f"run folder: {self.folder}")
@@ -1247,9 +1235,8 @@ class Run:
         if not RANK:
             self.note(self.metrics, step)
             self.show(step)
-        if self.args.checkpoint_every and (
-            self.iteration % self.args.checkpoint_every == 0 or self.iteration == self.last
-        ):
+        every = self.args.checkpoint_every
+        if every and (self.iteration % every == 0 or self.iteration == self.last):
             self.save("checkpoint.pt", **self.parts)
 
     def show(self, step: int) -> None:
