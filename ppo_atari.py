@@ -232,8 +232,8 @@ def ppo_loss(args: Args, agent: nn.Module, obs: Tensor, actions: Tensor, logprob
     entropy = policy.entropy().mean()
     loss = policy_loss + args.vf_coef * v_loss - args.ent_coef * entropy  # [10]
     with torch.no_grad():  # KL(π_old‖π) is estimated by the means of -log r and of (r - 1) - log r, which is never < 0
-        clipfrac = ((logratio.exp() - 1).abs() > args.clip_coef).float().mean()
-        kls = -logratio.mean(), (logratio.exp() - 1 - logratio).mean()
+        clipfrac = (logratio.expm1().abs() > args.clip_coef).float().mean()
+        kls = -logratio.mean(), (logratio.expm1() - logratio).mean()
         return loss, torch.stack([v_loss, policy_loss, entropy, *kls, clipfrac])
 
 

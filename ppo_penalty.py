@@ -164,7 +164,7 @@ class Agent(nn.Module):
 
 def gaussian_logprob(actions: Tensor, means: Tensor, logstd: Tensor) -> Tensor:
     """log π(a|s) [B] of independent normal components [23]: the sum over components [25]; actions and means [B, A]."""
-    return (-0.5 * ((actions - means) / logstd.exp()).square() - logstd - 0.5 * np.log(2 * np.pi)).sum(-1)
+    return -0.5 * ((actions - means) / logstd.exp()).square().sum(-1) - (logstd + 0.5 * np.log(2 * np.pi)).sum(-1)
 
 
 def compute_gae(rewards: Tensor, values: Tensor, next_values: Tensor, terminations: Tensor, dones: Tensor, gamma: float,
@@ -232,7 +232,7 @@ def ppo_loss(args: Args, agent: Agent, obs: Tensor, actions: Tensor, logprobs: T
     entropy = (agent.actor_logstd + 0.5 * np.log(2 * np.pi * np.e)).sum()
     loss = policy_loss + args.vf_coef * v_loss - args.ent_coef * entropy  # [10]
     with torch.no_grad():  # KL(π_old‖π) is estimated by the means of -log r and of (r - 1) - log r, which is never < 0
-        kls = -logratio.mean(), (logratio.exp() - 1 - logratio).mean()
+        kls = -logratio.mean(), (logratio.expm1() - logratio).mean()
         return loss, torch.stack([v_loss, policy_loss, entropy, *kls])
 
 
@@ -274,7 +274,7 @@ def train(args: Args) -> dict[str, float]:
         batch = [x.flatten(0, 1) for x in (obs, actions, logprobs, advantages, returns, values, means, old_logstd)]
         history, updates = [], 0
         for index in minibatches(len(batch[0]), args.num_minibatches, args.update_epochs, device):
-            sample = [x[index] for x in batch]
+            sample = [x.index_select(0, index) for x in batch]
             sample[3] = normalize_advantages(sample[3]) if args.norm_adv else sample[3]
             loss, stats = loss_fn(args, agent, *sample)
             history.append(stats.clone())

@@ -435,8 +435,8 @@ def ppo_loss(args: Args, agent: Agent, responses: Responses, per_token: Tensor) 
     v_loss = value_loss(new_values[real], values, returns, args.clip_coef if args.clip_vloss else None)
     loss = policy_loss + args.vf_coef * v_loss
     with torch.no_grad():  # KL(π_old‖π) is estimated by the means of -log r and of (r - 1) - log r, which is never < 0
-        clipfrac = ((logratio.exp() - 1).abs() > args.clip_coef).float().mean()
-        kls = -logratio.mean(), (logratio.exp() - 1 - logratio).mean()
+        clipfrac = (logratio.expm1().abs() > args.clip_coef).float().mean()
+        kls = -logratio.mean(), (logratio.expm1() - logratio).mean()
         return loss, torch.stack([v_loss, policy_loss, entropy.mean(), *kls, clipfrac])
 
 

@@ -225,7 +225,7 @@ def update_policy(args: Args, agent: Agent, obs: Tensor, actions: Tensor, advant
         """Surrogate, KL(π_old‖π_θ), its estimates as PPO logs them [12], and entropy, over all processes."""
         pi = policy(theta)
         logratio = log_prob(actions, pi) - data[1]
-        kls = kl_divergence(old, pi).mean(), -logratio.mean(), (logratio.exp() - 1 - logratio).mean()
+        kls = kl_divergence(old, pi).mean(), -logratio.mean(), (logratio.expm1() - logratio).mean()
         return global_mean(torch.stack([surrogate(pi, *data), *kls, entropy(pi)]))
 
     gradient = global_mean(torch.func.grad(lambda theta: surrogate(policy(theta), *data))(theta))
@@ -357,7 +357,7 @@ class NormalizedEnvs:
 
 def gaussian_logprob(actions: Tensor, means: Tensor, logstd: Tensor) -> Tensor:
     """log π(a|s) [B] of independent normal components [23]: the sum over components [25]; actions and means [B, A]."""
-    return (-0.5 * ((actions - means) / logstd.exp()).square() - logstd - 0.5 * np.log(2 * np.pi)).sum(-1)
+    return -0.5 * ((actions - means) / logstd.exp()).square().sum(-1) - (logstd + 0.5 * np.log(2 * np.pi)).sum(-1)
 
 
 def normalize_advantages(advantages: Tensor) -> Tensor:
