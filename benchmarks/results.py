@@ -105,7 +105,7 @@ def experiments() -> list[Spec]:
     specs.sort(key=lambda spec: spec.seed if spec.experiment == "mujoco" else 0)  # first one seed of everything
     for task, seeds in (("Breakout", 2), ("Pong", 1)):
         specs += control("atari", "ppo_atari", "ppo_atari", task, "1e6", seeds)
-    specs += control("atari", "constant step size", "ppo_atari", "Breakout", "1e6", 2, "--no-anneal-lr")
+    specs += control("atari", "constant step size", "ppo_atari", "Breakout", "1e6", 1, "--no-anneal-lr")
     return specs
 
 

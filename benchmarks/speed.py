@@ -256,8 +256,9 @@ def median_rates(timings: list[Timing]) -> dict[str, float]:
 
 
 def serve(name: str, pipe: Any) -> None:
-    """The plain loop of a script: as many iterations as `pipe` asks for, until it asks for none."""
+    """The plain loop of a script: says when it is ready, then runs as many iterations as `pipe` asks for, 0 to end."""
     loop = Rlhf().plain() if name == "rlhf" else getattr(plain, WORK[name][1])()
+    pipe.send([])
     while n := pipe.recv():
         pipe.send(list(islice(loop, n)))
 
@@ -275,6 +276,7 @@ def plain_loop(name: str) -> Iterator[Callable[[int], list[Timing]]]:
     process = context.Process(target=serve, args=(name, end), daemon=True)
     process.start()
     end.close()  # so that a process that died is noticed
+    pipe.recv()  # until it is ready, it would take time from the script
 
     def timings(n: int) -> list[Timing]:
         pipe.send(n)
