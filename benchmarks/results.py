@@ -42,9 +42,11 @@ ROOT = Path(__file__).parents[1]
 BINS = 100  # rows of a CSV file
 TASKS = ("HalfCheetah-v4", "Hopper-v4", "Walker2d-v4")
 # 1M steps, last 100 training episodes: mean and std over 3 seeds (PPO: CleanRL), mean over 6 (TRPO: baselines, v2)
-PUBLISHED: dict[str, dict[str, tuple[int, int | None]]] = {
+PUBLISHED: dict[str, dict[str, tuple[float, float | None]]] = {
     "ppo_continuous": {"HalfCheetah-v4": (1443, 46), "Hopper-v4": (2383, 272), "Walker2d-v4": (2288, 572)},
     "trpo": {"HalfCheetah-v4": (1290, None), "Hopper-v4": (1913, None), "Walker2d-v4": (2343, None)},
+    "ppo_atari": {"Breakout": (21.9, None), "Pong": (-2.6, None)},
+    "constant step size": {"Breakout": (21.9, None)},
 }
 TAGS = {  # column -> tags, the first that a run has; these six are the diagnostics of a PPO run
     "return": ["charts/episodic_return"],
