@@ -45,6 +45,8 @@ ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 import plain  # noqa: E402
 
+mujoco.set_mju_user_warning(lambda text: None)  # or each would go into a file in the current folder; in every process
+
 Timing = tuple[float, float, float]  # rollout seconds, update seconds, steps or tokens
 WORK: dict[str, tuple[str, str, list[list[str]]]] = {  # name -> script, plain loop, sets of flags
     "atari": ("ppo_atari", "atari", [[], ["--bf16"], ["--bf16", "--compile"]]),
@@ -354,7 +356,6 @@ def scaling(args: Args) -> dict[str, dict[str, float]]:
 
 def main() -> None:
     args = tyro.cli(Args)
-    mujoco.set_mju_user_warning(lambda text: None)  # or each would go into a file in the current folder
     card = (
         torch.cuda.get_device_name() if args.device.startswith("cuda") else platform.processor() or platform.machine()
     )
