@@ -46,7 +46,7 @@ PUBLISHED: dict[str, dict[str, tuple[float, float | None]]] = {
     "ppo_continuous": {"HalfCheetah-v4": (1443, 46), "Hopper-v4": (2383, 272), "Walker2d-v4": (2288, 572)},
     "trpo": {"HalfCheetah-v4": (1290, None), "Hopper-v4": (1913, None), "Walker2d-v4": (2343, None)},
     "ppo_atari": {"Breakout": (21.9, None), "Pong": (-2.6, None)},
-    "constant step size": {"Breakout": (21.9, None)},
+    "constant step size": {"Breakout": (21.9, None), "Pong": (-2.6, None)},
 }
 TAGS = {  # column -> tags, the first that a run has; these six are the diagnostics of a PPO run
     "return": ["charts/episodic_return"],
@@ -107,7 +107,8 @@ def experiments() -> list[Spec]:
     specs.sort(key=lambda spec: spec.seed if spec.experiment == "mujoco" else 0)  # first one seed of everything
     for task, seeds in (("Breakout", 2), ("Pong", 1)):
         specs += control("atari", "ppo_atari", "ppo_atari", task, "1e6", seeds)
-    specs += control("atari", "constant step size", "ppo_atari", "Breakout", "1e6", 1, "--no-anneal-lr")
+    for task, more in (("Breakout", ""), ("Pong", " --bf16")):
+        specs += control("atari", "constant step size", "ppo_atari", task, "1e6", 1, "--no-anneal-lr" + more)
     return specs
 
 
