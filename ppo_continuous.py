@@ -295,7 +295,8 @@ def ppo_loss(args: Args, agent: Agent, batch: dict[str, Tensor]) -> tuple[Tensor
     """-(L^CLIP - c1·L^VF + c2·S) (eq. 9) on a minibatch of [B, ...], and its debug variables [12]."""
     means, new_values = agent(batch["obs"])
     logratio = gaussian_logprob(batch["actions"], means, agent.actor_logstd) - batch["logprobs"]
-    policy_loss = clipped_surrogate_loss(logratio, batch["advantages"], args.clip_coef)
+    advantages = normalize_advantages(batch["advantages"]) if args.norm_adv else batch["advantages"]
+    policy_loss = clipped_surrogate_loss(logratio, advantages, args.clip_coef)
     v_loss = value_loss(new_values, batch["values"], batch["returns"], args.clip_coef if args.clip_vloss else None)
     entropy = (agent.actor_logstd + 0.5 * np.log(2 * np.pi * np.e)).sum()
     loss = policy_loss + args.vf_coef * v_loss - args.ent_coef * entropy  # [10]
@@ -355,12 +356,8 @@ def train(args: Args) -> dict[str, float]:
 
         # Update policy and value
         history = []
-        updates = 0
         for index in minibatches(len(batch["obs"]), args.num_minibatches, args.update_epochs, device):
-            minibatch = {name: x[index] for name, x in batch.items()}
-            if args.norm_adv:
-                minibatch["advantages"] = normalize_advantages(minibatch["advantages"])
-            loss, stats = loss_fn(args, agent, minibatch)
+            loss, stats = loss_fn(args, agent, {name: x[index] for name, x in batch.items()})
             history.append({name: x.clone() for name, x in stats.items()})  # a CUDA graph writes into the same again
             if args.target_kl is not None and global_mean(stats["losses/approx_kl"]) > 1.5 * args.target_kl:
                 break  # [S3] before the step that would go on
@@ -369,13 +366,12 @@ def train(args: Args) -> dict[str, float]:
             average_gradients(agent)
             nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)  # [11]
             optimizer.step()
-            updates += 1
 
         # Log and save
         metrics: dict[str, Any] = {name: torch.stack([stats[name] for stats in history]).mean() for name in history[0]}
         unexplained = (batch["returns"] - batch["values"]).var(correction=0)
         metrics["losses/explained_variance"] = 1 - unexplained / batch["returns"].var(correction=0)
-        metrics["charts/updates"] = updates
+        metrics["charts/minibatches"] = len(history)
         metrics["charts/policy_std"] = agent.actor_logstd.detach().exp().mean()
         metrics["charts/clipped_actions"] = np.mean(actions != actions.clip(envs.low, envs.high))
         run.end_iteration(metrics)
@@ -488,10 +484,10 @@ def probe_env(args: Args) -> Any:
     env = make_env(args, args.capture_video)
     env.reset(seed=args.seed)
     obs, *_ = env.step(np.clip(0, env.action_space.low, env.action_space.high))
-    space = env.observation_space
     if args.capture_video:  # what it needs must be there
         import imageio_ffmpeg  # noqa: F401
-    require(obs.shape == space.shape, f"--env-id {args.env_id} observes {obs.shape}, not {space}")
+    same = obs.shape == env.observation_space.shape
+    require(same, f"--env-id {args.env_id} observes {obs.shape}, not {env.observation_space}")
     return env
 
 
@@ -567,7 +563,7 @@ class Run:
         least = f"--total-timesteps must be at least {(self.first + 1) * self.batch_size:,}, of which"
         require(self.last > self.first, f"{least} {self.first * self.batch_size:,} are done")
         self.iteration = self.saved = self.first
-        self.scores = deque(saved.get("scores", []), maxlen=100)
+        self.scores = deque(saved.get("scores", ()), maxlen=100)
         self.episodes: list[tuple[int, Episode]] = []  # of this iteration, with the step in which each ended
         self.warned: set[str] = set()
         self.stopping = False
