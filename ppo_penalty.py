@@ -292,7 +292,7 @@ def penalized_surrogate_loss(logratio: Tensor, advantages: Tensor, kl: Tensor, b
 
 
 def update_beta(beta: float, kl: float, target_kl: float) -> float:
-    """β of the next iteration (§4): half if KL < target / 1.5, double if KL > 1.5 target, within [1e-4, 1e4]; 0 stays."""
+    """β of the next iteration (§4): half if KL < target / 1.5, double if KL > 1.5 target; in [1e-4, 1e4], 0 stays."""
     if kl < target_kl / 1.5:
         beta = beta / 2
     elif kl > 1.5 * target_kl:
@@ -305,18 +305,11 @@ def value_loss(new_values: Tensor, returns: Tensor) -> Tensor:
     return 0.5 * (new_values - returns).square().mean()
 
 
-@torch.no_grad()
-def mean_kl(agent: Agent, batch: dict[str, Tensor]) -> Tensor:
-    """How far the policy has moved from the one that played the batch: the mean of KL(π_old‖π), a scalar."""
-    means, _ = agent(batch["obs"])
-    return kl_divergence((batch["old_means"], batch["old_logstd"]), (means, agent.actor_logstd)).mean()
-
-
 def ppo_loss(args: Args, agent: Agent, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
     """-(L^KLPEN - c1·L^VF + c2·S) (eq. 9) on a minibatch of [B, ...], and its debug variables [12]."""
     means, new_values = agent(batch["obs"])
     logratio = gaussian_logprob(batch["actions"], means, agent.actor_logstd) - batch["logprobs"]
-    kl = kl_divergence((batch["old_means"], batch["old_logstd"]), (means, agent.actor_logstd))
+    kl = kl_divergence((batch["means"], batch["logstd"]), (means, agent.actor_logstd))
     advantages = normalize_advantages(batch["advantages"]) if args.norm_adv else batch["advantages"]
     policy_loss = penalized_surrogate_loss(logratio, advantages, kl, agent.beta)
     v_loss = value_loss(new_values, batch["returns"])
@@ -326,6 +319,7 @@ def ppo_loss(args: Args, agent: Agent, batch: dict[str, Tensor]) -> tuple[Tensor
         "losses/policy_loss": policy_loss,
         "losses/value_loss": v_loss,
         "losses/entropy": entropy,
+        "losses/kl": kl.mean(),
         "losses/old_approx_kl": -logratio.mean(),  # KL(π_old‖π) by -log r, and by (r - 1) - log r, never below 0
         "losses/approx_kl": (logratio.expm1() - logratio).mean(),
     }
@@ -368,10 +362,10 @@ def train(args: Args) -> dict[str, float]:
         ends = terminations if args.bootstrap_truncated else dones
         batch = {"obs": tensor(obs), "actions": tensor(actions)}
         with torch.no_grad():
-            batch["old_means"], batch["values"] = agent(batch["obs"])
-            batch["old_logstd"] = agent.actor_logstd.expand_as(batch["old_means"]).clone()
+            batch["means"], batch["values"] = agent(batch["obs"])
+            batch["logstd"] = agent.actor_logstd.expand_as(batch["means"]).clone()
             _, next_values = agent(tensor(next_obs))
-            batch["logprobs"] = gaussian_logprob(batch["actions"], batch["old_means"], agent.actor_logstd)
+            batch["logprobs"] = gaussian_logprob(batch["actions"], batch["means"], agent.actor_logstd)
         outcome = tensor(rewards), batch["values"], next_values, tensor(ends), tensor(dones)
         batch["advantages"], batch["returns"] = compute_gae(*outcome, args.gamma, args.gae_lambda)
         batch = {name: x.flatten(0, 1) for name, x in batch.items()}  # [T·N, ...]
@@ -393,7 +387,9 @@ def train(args: Args) -> dict[str, float]:
         metrics: dict[str, Any] = {name: torch.stack([stats[name] for stats in history]).mean() for name in history[0]}
         unexplained = (batch["returns"] - batch["values"]).var(correction=0)
         metrics["losses/explained_variance"] = 1 - unexplained / batch["returns"].var(correction=0)
-        metrics["losses/kl"] = global_mean(mean_kl(agent, batch)).item()
+        with torch.no_grad():
+            _, after = ppo_loss(args, agent, batch)
+        metrics["losses/kl"] = global_mean(after["losses/kl"]).item()  # of the whole batch, after all epochs
         metrics["losses/beta"] = agent.beta.item()
         if args.adaptive_beta:  # for the next iteration
             agent.beta.fill_(update_beta(agent.beta.item(), metrics["losses/kl"], args.kl_target))
