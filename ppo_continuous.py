@@ -1,6 +1,7 @@
 # /// script
 # requires-python = ">=3.11"
 # dependencies = [
+#     "filelock==4.3.1",
 #     "gymnasium[mujoco]==1.4.0",
 #     "mujoco==4.0.0",
 #     "numpy==2.4.6",
@@ -19,8 +20,8 @@
         π_old <- π
 
     python ppo_continuous.py --env-id HalfCheetah-v5                 train (--help lists every flag)
-    python ppo_continuous.py --resume runs/FOLDER                    go on after an interruption, exactly
-    python ppo_continuous.py --evaluate runs/FOLDER                  play episodes with the saved policy
+    ... --resume runs/FOLDER                                         go on after an interruption, exactly
+    ... --evaluate runs/FOLDER                                       play episodes with the saved policy
 
 [n] marks detail n of "The 37 Implementation Details of PPO" (see DETAILS.md); eq. and § are the paper's.
 Shapes: T = num_steps, N = num_envs of this process, D = observation, A = action components, B = any batch.

@@ -1,6 +1,7 @@
 # /// script
 # requires-python = ">=3.11"
 # dependencies = [
+#     "filelock==4.3.1",
 #     "gymnasium[mujoco]==1.4.0",
 #     "mujoco==4.0.0",
 #     "numpy==2.4.6",
@@ -16,11 +17,12 @@
         run policy π_old for T steps in each of N environments       §5             Agent, NormalizedEnvs.step
         advantage estimates Â_1 ... Â_T                              eq. 11         compute_gae
         for K epochs of minibatches: ascend L^KLPEN - c1·L^VF + c2·S eq. 8, eq. 9   minibatches, ppo_loss
-        β halved, kept or doubled by mean KL(π_old‖π); π_old <- π    §4             update_beta
+        β halved, kept or doubled by mean KL(π_old‖π)                §4             update_beta
+        π_old <- π
 
     python ppo_penalty.py --env-id HalfCheetah-v5                    train (--help lists every flag)
-    python ppo_penalty.py --resume runs/FOLDER                       go on after an interruption, exactly
-    python ppo_penalty.py --evaluate runs/FOLDER                     play episodes with the saved policy
+    ... --resume runs/FOLDER                                         go on after an interruption, exactly
+    ... --evaluate runs/FOLDER                                       play episodes with the saved policy
 
 [n] marks detail n of "The 37 Implementation Details of PPO" (see DETAILS.md); eq. and § are the paper's.
 Shapes: T = num_steps, N = num_envs of this process, D = observation, A = action components, B = any batch.
@@ -320,6 +322,7 @@ def ppo_loss(args: Args, agent: Agent, batch: dict[str, Tensor]) -> tuple[Tensor
         "losses/value_loss": v_loss,
         "losses/entropy": entropy,
         "losses/kl": kl.mean(),
+        "losses/beta": agent.beta,
         "losses/old_approx_kl": -logratio.mean(),  # KL(π_old‖π) by -log r, and by (r - 1) - log r, never below 0
         "losses/approx_kl": (logratio.expm1() - logratio).mean(),
     }
@@ -362,10 +365,10 @@ def train(args: Args) -> dict[str, float]:
         ends = terminations if args.bootstrap_truncated else dones
         batch = {"obs": tensor(obs), "actions": tensor(actions)}
         with torch.no_grad():
-            batch["means"], batch["values"] = agent(batch["obs"])
-            batch["logstd"] = agent.actor_logstd.expand_as(batch["means"]).clone()
+            means, batch["values"] = agent(batch["obs"])
             _, next_values = agent(tensor(next_obs))
-            batch["logprobs"] = gaussian_logprob(batch["actions"], batch["means"], agent.actor_logstd)
+            batch["logprobs"] = gaussian_logprob(batch["actions"], means, agent.actor_logstd)
+            batch |= {"means": means, "logstd": agent.actor_logstd.expand_as(means).clone()}
         outcome = tensor(rewards), batch["values"], next_values, tensor(ends), tensor(dones)
         batch["advantages"], batch["returns"] = compute_gae(*outcome, args.gamma, args.gae_lambda)
         batch = {name: x.flatten(0, 1) for name, x in batch.items()}  # [T·N, ...]
@@ -387,10 +390,8 @@ def train(args: Args) -> dict[str, float]:
         metrics: dict[str, Any] = {name: torch.stack([stats[name] for stats in history]).mean() for name in history[0]}
         unexplained = (batch["returns"] - batch["values"]).var(correction=0)
         metrics["losses/explained_variance"] = 1 - unexplained / batch["returns"].var(correction=0)
-        with torch.no_grad():
-            _, after = ppo_loss(args, agent, batch)
+        _, after = ppo_loss(args, agent, batch)
         metrics["losses/kl"] = global_mean(after["losses/kl"]).item()  # of the whole batch, after all epochs
-        metrics["losses/beta"] = agent.beta.item()
         if args.adaptive_beta:  # for the next iteration
             agent.beta.fill_(update_beta(agent.beta.item(), metrics["losses/kl"], args.kl_target))
         metrics["charts/minibatches"] = len(history)
