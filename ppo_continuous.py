@@ -438,6 +438,8 @@ def start(args: Args) -> torch.device:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if WORLD > 1:
+        from torch.distributed.nn import functional  # noqa: F401  # if Adam did it, the group would outlive the exit
+
         dist.init_process_group()  # gloo for tensors in memory, NCCL for those of CUDA
     return device
 
@@ -484,7 +486,7 @@ def probe_env(args: Args) -> Any:
     )
     env = make_env(args, args.capture_video)
     env.reset(seed=args.seed)
-    obs, *_ = env.step(np.clip(0, env.action_space.low, env.action_space.high))
+    obs, *_ = env.step(env.action_space.sample())
     if args.capture_video:  # what it needs must be there
         import imageio_ffmpeg  # noqa: F401
     same = obs.shape == env.observation_space.shape
@@ -528,9 +530,10 @@ def global_mean(x: Tensor) -> Tensor:
 
 def average_gradients(agent: nn.Module) -> None:
     """The mean over the processes [S2], so that K of them step as one would on all their samples."""
-    for p in agent.parameters():
-        if p.grad is not None:
-            p.grad = global_mean(p.grad)
+    if WORLD > 1:
+        grads = [p.grad for p in agent.parameters() if p.grad is not None]
+        mean = global_mean(nn.utils.parameters_to_vector(grads))
+        nn.utils.vector_to_parameters(mean, grads)
 
 
 # --- Log and checkpoints
