@@ -586,8 +586,11 @@ class Run:
         world = saved.get("world", WORLD)
         require(world == WORLD, f"--resume needs as many processes as before, {world}")
         self.first = saved.get("iteration", 0)
-        least = f"--total-timesteps must be at least {(self.first + 1) * self.batch_size:,}, of which"
-        require(self.last > self.first, f"{least} {self.first * self.batch_size:,} are done")
+        require(
+            self.last > self.first,
+            f"--total-timesteps must be at least {(self.first + 1) * self.batch_size:,}:"
+            f" {self.first * self.batch_size:,} are done, and one iteration has {self.batch_size:,}",
+        )
         self.iteration = self.saved = self.first
         self.scores = deque(saved.get("scores", ()), maxlen=100)
         self.episodes: list[tuple[int, Episode]] = []  # of this iteration, with the step in which each ended
@@ -654,8 +657,10 @@ class Run:
         self.metrics = dict(zip(metrics, means.tolist(), strict=True))
         for key in self.parts.keys() - {"optimizer"}:
             if not all(x.isfinite().all() for x in self.parts[key].state_dict().values()):
-                where = f"look at what --env-id {self.args.env_id} returns and at --learning-rate"
-                raise RunError(f"{key} is not finite after iteration {self.iteration + 1}, which is not saved; {where}")
+                raise RunError(
+                    f"{key} is not finite after iteration {self.iteration + 1}, which is not saved; look at what"
+                    f" --env-id {self.args.env_id} returns and at --learning-rate"
+                )
         stopping = global_mean(torch.tensor(float(self.stopping))) > 0  # whichever process got the signal
         if WORLD > 1:  # the episodes and the statistics of each process become those of all
             everyone: list[Any] = [None] * WORLD
@@ -805,9 +810,9 @@ def evaluate(args: Args) -> list[float]:
     for number in range(args.eval_episodes):
         film = Path(str(args.evaluate), "videos", f"evaluation-{time.time():.0f}-{number}.mp4")
         scores.append(play(env, policy, args.seed + number, film if args.capture_video else None))
-    how = "sampled" if args.eval_sample else "mean"
     print(
-        f"{args.env_id}: return {np.mean(scores):.2f} ± {np.std(scores):.2f} over {len(scores)} episodes, {how} actions"
+        f"{args.env_id}: return {np.mean(scores):.2f} ± {np.std(scores):.2f} over {len(scores)} episodes,"
+        f" {'sampled' if args.eval_sample else 'mean'} actions"
     )
     return scores
 
