@@ -612,9 +612,9 @@ class Run:
         self.writer = SummaryWriter(str(self.folder), purge_step=step + 1)
         self.bar = tqdm(total=steps, initial=step, unit="step", disable=not sys.stderr.isatty())
         atexit.register(self.close)  # also after an error
-        budget = f"step {step:,} to {steps:,} of {int(args.total_timesteps):,} by {self.batch_size:,}"
         self.bar.write(
-            f"run folder: {self.folder}\n{args.env_id}, {budget}, saved every {self.every} iterations and at Ctrl-C"
+            f"run folder: {self.folder}\n{args.env_id}, step {step:,} to {steps:,} of {int(args.total_timesteps):,} by"
+            f" {self.batch_size:,}, saved every {self.every} iterations and at Ctrl-C"
         )
 
     def stop(self, *_: Any) -> None:
