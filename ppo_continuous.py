@@ -32,6 +32,7 @@ from __future__ import annotations
 import atexit
 import functools
 import json
+import multiprocessing
 import os
 import random
 import re
@@ -186,8 +187,8 @@ class NormalizedEnvs:
         self.return_stats.update(self.discounted)
         _, std = self.return_stats.mean_and_std()
         scaled_rewards = (rewards / std).clip(-10, 10)  # [30] [31]
-        first = RANK * len(dones)
         ended = np.flatnonzero(dones).tolist()
+        first = RANK * len(dones)
         episodes = [Episode(first + i, float(self.scores[i]), int(self.lengths[i])) for i in ended]
 
         next_obs = self.normalize(raw_next_obs)
@@ -400,7 +401,7 @@ class UsageError(Exception):
 
 
 class RunError(Exception):
-    """What ends a run midway: a loss that is not finite, a full disk; `main` exits with status 1."""
+    """What ends a run midway: weights that are not finite, a full disk; `main` exits with status 1."""
 
 
 def require(condition: object, sentence: str) -> None:
@@ -433,7 +434,6 @@ def start(args: Args) -> torch.device:
     except (RuntimeError, AssertionError) as error:
         raise UsageError(f"--device {args.device} does not work here: {str(error).splitlines()[0]}") from None
     torch.backends.cudnn.deterministic = args.torch_deterministic
-    torch.backends.cudnn.allow_tf32 = args.bf16
     torch.set_float32_matmul_precision("high" if args.bf16 else "highest")
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -458,8 +458,9 @@ def reseed(seed: int, iteration: int) -> int:
 
 def make_env(args: Args, film: bool = False) -> Any:
     """One environment with flat observations and actions. Raises gymnasium's errors, and UsageError."""
-    if args.vectorization == "async":
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a worker is ended by its parent
+    if multiprocessing.parent_process():  # a worker of AsyncVectorEnv, which its parent ends
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
     picture: dict[str, Any] = {"render_mode": "rgb_array"} if film else {}  # a keyword that some do not take
     env: Any = gym.make(args.env_id, disable_env_checker=True, **picture)
     box = env.action_space
@@ -561,8 +562,8 @@ class Run:
         self.last = int(args.total_timesteps) // self.batch_size
         self.every = args.checkpoint_every or self.last
         saved = load_checkpoint(args.resume, **parts) if args.resume else {}
-        world = saved.get("world", WORLD)
-        require(world == WORLD, f"--resume needs as many processes as before, {world}")
+        same = saved.get("world", WORLD) == WORLD
+        require(same, f"--resume needs as many processes as before, {saved.get('world')}")
         self.first = saved.get("iteration", 0)
         require(
             self.last > self.first,
@@ -577,16 +578,16 @@ class Run:
         self.start_time = time.time()
         if RANK == 0:
             self.open()
-        signal.signal(signal.SIGINT, self.stop)
-        signal.signal(signal.SIGTERM, self.stop)
+        for sign in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(sign, self.stop)
 
     def open(self) -> None:
         """Take a folder that no other process writes to, and start its log; raises UsageError."""
         from torch.utils.tensorboard import SummaryWriter
 
         args = self.args
-        unique = f"{time.strftime('%y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}"
-        name = re.sub(r"[^\w.-]+", "-", f"{args.env_id}__{args.exp_name}__{args.seed}__{unique}")
+        unique = f"{args.seed}__{time.strftime('%y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}"
+        name = re.sub(r"[^\w.-]+", "-", f"{args.env_id}__{args.exp_name}__{unique}")
         self.folder = Path(args.resume or f"{args.run_dir}/{name}").absolute()
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -630,7 +631,7 @@ class Run:
         return iteration == self.first or iteration % self.every == 0
 
     def end_iteration(self, metrics: dict[str, Any]) -> None:
-        """Log, and save when it is due; raises RunError if a loss is not finite, KeyboardInterrupt after `stop`."""
+        """Log, and save when it is due; raises RunError if not all is finite, KeyboardInterrupt after `stop`."""
         means = global_mean(torch.tensor([float(x) for x in metrics.values()]))
         self.metrics = dict(zip(metrics, means.tolist(), strict=True))
         for key in self.parts.keys() - {"optimizer"}:
@@ -660,11 +661,10 @@ class Run:
             raise KeyboardInterrupt
 
     def log(self) -> None:
-        """Write to TensorBoard, move the progress bar (without a terminal a line every ten seconds), warn once each."""
+        """Write to TensorBoard, move the progress bar (without a terminal a line), warn once each."""
         step = self.iteration * self.batch_size
         self.metrics["charts/learning_rate"] = self.parts["optimizer"].param_groups[0]["lr"]
-        seconds = time.time() - self.start_time
-        self.metrics["charts/SPS"] = (self.iteration - self.first) * self.batch_size / seconds
+        self.metrics["charts/SPS"] = (self.iteration - self.first) * self.batch_size / (time.time() - self.start_time)
         for t, episode in self.episodes:
             at = step - self.batch_size + t * self.args.num_envs + episode.env + 1  # each its own
             self.writer.add_scalar("charts/episodic_return", episode.score, at)
@@ -722,11 +722,10 @@ def load_checkpoint(folder: str, **parts: Any) -> dict[str, Any]:
         state = torch.load(path, map_location="cpu", weights_only=True)
         for key, part in parts.items():
             part.load_state_dict(state[key])
-        Args(**state["args"])
+        state["args"] = Args(**state["args"])
         return state
     except Exception as error:
-        reason = f"{type(error).__name__} {error}".splitlines()[0]
-        raise UsageError(f"{path} is no checkpoint of this script and run: {reason}") from None
+        raise UsageError(f"{path} is no checkpoint of this script and run: {str(error).splitlines()[:1]}") from None
 
 
 # --- Evaluation and films
@@ -738,7 +737,7 @@ def load_policy(folder: str, sample: bool = True) -> Policy:
     Actions are sampled as in training, or the means. Raises UsageError if folder or environment cannot be used.
     """
     saved = load_checkpoint(folder)
-    env = make_env(Args(**saved["args"]))
+    env = make_env(saved["args"])
     obs_stats = RunningMeanStd(*env.observation_space.shape)
     obs_stats.load_state_dict(saved["obs_stats"])
     agent = Agent(*env.observation_space.shape, *env.action_space.shape)
@@ -757,24 +756,25 @@ def load_policy(folder: str, sample: bool = True) -> Policy:
 
 def play(env: Any, policy: Policy, seed: int, film: Path | None) -> float:
     """Return of one episode, which `film` shows, too; if filming fails, the film ends and the episode goes on."""
-    from imageio.v2 import get_writer
+    video = None
+    if film:
+        from imageio.v2 import get_writer
 
+        film.parent.mkdir(exist_ok=True)
+        video = get_writer(film, fps=30, macro_block_size=2)
     obs, _ = env.reset(seed=seed)
     score = 0.0
     done = False
-    if film:
-        film.parent.mkdir(exist_ok=True)
-        video = get_writer(film, fps=30, macro_block_size=2)
     while not done:
         obs, reward, termination, truncation, _ = env.step(policy(obs))
         score += float(reward)
         done = termination or truncation
-        if film:
+        if video:
             try:
                 video.append_data(env.render())
             except Exception as error:
                 print(f"{film} ends early: {error}", file=sys.stderr)
-                film = None
+                video = None  # which closes it, as the return does
     return score
 
 
@@ -804,7 +804,7 @@ def parse_args(argv: list[str] | None = None) -> Args:
     folder = args.resume or args.evaluate
     if folder is None:
         return args
-    saved = Args(**load_checkpoint(folder)["args"])
+    saved = load_checkpoint(folder)["args"]
     args = tyro.cli(Args, args=argv, default=saved)
     changed = {name for name, _ in asdict(args).items() - asdict(saved).items()} - MAY_CHANGE
     require(args.evaluate or not changed, f"--resume cannot change the run's own {', '.join(sorted(changed))}")
