@@ -725,7 +725,7 @@ def load_checkpoint(folder: str, **parts: Any) -> dict[str, Any]:
         state["args"] = Args(**state["args"])
         return state
     except Exception as error:
-        raise UsageError(f"{path} is no checkpoint of this script and run: {str(error).splitlines()[:1]}") from None
+        raise UsageError(f"{path} is no whole checkpoint of this script ({type(error).__name__})") from None
 
 
 # --- Evaluation and films
