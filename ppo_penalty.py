@@ -41,6 +41,7 @@ import signal
 import sys
 import time
 import uuid
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -48,6 +49,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import gymnasium as gym
+import mujoco
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -483,7 +485,8 @@ def make_env(args: Args, film: bool = False) -> Any:
     if multiprocessing.parent_process():  # a worker of AsyncVectorEnv, which its parent ends
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    picture: dict[str, Any] = {"render_mode": "rgb_array"} if film else {}  # a keyword that some do not take
+    mujoco.set_mju_user_warning(warnings.warn)  # or each would go into a file in the current folder, too
+    picture: Any = {"render_mode": "rgb_array"} if film else {}  # a keyword that some do not take
     env: Any = gym.make(args.env_id, disable_env_checker=True, **picture)
     box = env.action_space
     require(isinstance(box, gym.spaces.Box), f"--env-id {args.env_id} has actions {box}; this script takes Box spaces")
