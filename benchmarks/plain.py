@@ -1,8 +1,9 @@
 """The loops that people copy, kept plain on purpose: what benchmarks/speed.py measures the scripts against.
 
-Contiguous float32, distribution objects, unfused Adam, gymnasium's wrappers in one process, GAE step by step in Python,
-statistics fetched from every minibatch; for RLHF `generate` and the full logits of padded texts. Hyper-parameters are those
-of the scripts' defaults. Each function yields (rollout seconds, update seconds, steps or tokens) of one iteration after another.
+Contiguous float32, distribution objects, unfused Adam, gymnasium's wrappers in one process, GAE step by step in
+Python, statistics fetched from every minibatch; for RLHF `generate` and the full logits of padded texts.
+Hyper-parameters are those of the scripts' defaults. Each function yields (rollout seconds, update seconds, steps or
+tokens) of one iteration after another.
 """
 
 import time
@@ -51,9 +52,16 @@ class AtariAgent(nn.Module):
     def __init__(self, actions: int):
         super().__init__()
         self.network = nn.Sequential(
-            layer(nn.Conv2d(4, 32, 8, 4)), nn.ReLU(), layer(nn.Conv2d(32, 64, 4, 2)), nn.ReLU(),
-            layer(nn.Conv2d(64, 64, 3, 1)), nn.ReLU(), nn.Flatten(), layer(nn.Linear(3136, 512)), nn.ReLU(),
-        )  # fmt: skip
+            layer(nn.Conv2d(4, 32, 8, 4)),
+            nn.ReLU(),
+            layer(nn.Conv2d(32, 64, 4, 2)),
+            nn.ReLU(),
+            layer(nn.Conv2d(64, 64, 3, 1)),
+            nn.ReLU(),
+            nn.Flatten(),
+            layer(nn.Linear(3136, 512)),
+            nn.ReLU(),
+        )
         self.actor, self.critic = layer(nn.Linear(512, actions), 0.01), layer(nn.Linear(512, 1), 1.0)
 
     def value(self, x: torch.Tensor) -> torch.Tensor:
@@ -116,8 +124,16 @@ def trpo() -> Iterator[Timing]:
         yield middle - begin, time.perf_counter() - middle, 2048
 
 
-def ppo(makers: list[Callable[[], gym.Env]], agent: nn.Module, steps: int, lr: float, epochs: int, minibatches: int,
-        clip: float, ent_coef: float) -> Iterator[Timing]:  # fmt: skip
+def ppo(
+    makers: list[Callable[[], gym.Env]],
+    agent: nn.Module,
+    steps: int,
+    lr: float,
+    epochs: int,
+    minibatches: int,
+    clip: float,
+    ent_coef: float,
+) -> Iterator[Timing]:
     envs = gym.vector.SyncVectorEnv(makers)
     optimizer = torch.optim.Adam(agent.parameters(), lr, eps=1e-5)
     n, shape = len(makers), envs.single_observation_space.shape or ()
@@ -172,9 +188,16 @@ def ppo(makers: list[Callable[[], gym.Env]], agent: nn.Module, steps: int, lr: f
         yield middle - begin, time.perf_counter() - middle, steps * n
 
 
-def rlhf(policy: Any, reference: Any, value: Any, reward_model: Any, prompts: Iterator[tuple[torch.Tensor, torch.Tensor]],
-         eos: int, length: int) -> Iterator[Timing]:  # fmt: skip
-    """`prompts` gives tokens and mask [B, P], padded on the left. The four models are transformers' own, without dropout."""
+def rlhf(
+    policy: Any,
+    reference: Any,
+    value: Any,
+    reward_model: Any,
+    prompts: Iterator[tuple[torch.Tensor, torch.Tensor]],
+    eos: int,
+    length: int,
+) -> Iterator[Timing]:
+    """`prompts` gives tokens and mask [B, P], padded on the left. The models are transformers' own, without dropout."""
     parameters = [*policy.parameters(), *value.parameters()]
     optimizer = torch.optim.Adam(parameters, 3e-4, eps=1e-5)
 
@@ -192,9 +215,16 @@ def rlhf(policy: Any, reference: Any, value: Any, reward_model: Any, prompts: It
         begin, columns = time.perf_counter(), ids.shape[1]
         with torch.no_grad():
             tokens = policy.generate(
-                input_ids=ids, attention_mask=prompt_mask.long(), do_sample=True, top_k=0, top_p=1.0, temperature=1.0,
-                max_new_tokens=length, pad_token_id=eos, eos_token_id=eos,
-            )  # fmt: skip
+                input_ids=ids,
+                attention_mask=prompt_mask.long(),
+                do_sample=True,
+                top_k=0,
+                top_p=1.0,
+                temperature=1.0,
+                max_new_tokens=length,
+                pad_token_id=eos,
+                eos_token_id=eos,
+            )
             ended = (tokens[:, columns:] == eos).cumsum(1)
             real = nn.functional.pad(ended[:, :-1], (1, 0)) == 0
             mask, rows = torch.cat([prompt_mask, real], 1), torch.arange(len(tokens))

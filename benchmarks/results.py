@@ -5,8 +5,8 @@
     python benchmarks/results.py --workers 0                      tables and figures alone
     python benchmarks/results.py --workers 0 --film runs/FOLDER   also pictures of what that run's agent does
 
-A finished run lies as one CSV file in benchmarks/results and is never made again; one that was interrupted goes on from its
-checkpoint in --run-dir. Everything comes from the TensorBoard events that any run writes.
+A finished run lies as one CSV file in benchmarks/results and is never made again; one that was interrupted goes on
+from its checkpoint in --run-dir. Everything comes from the TensorBoard events that any run writes.
 """
 
 from __future__ import annotations
@@ -61,6 +61,20 @@ TAGS = {  # column -> tags, the first that a run has; these six are the diagnost
     "length": ["eval/length"],
     "ended": ["eval/ended"],
 }
+INTRODUCTION = """# Results
+
+Made by `python benchmarks/results.py`, which makes every run that is not there yet, as many at once as the machine has
+cores; interrupted, the same command goes on. Each run is one CSV file, whose first line holds its command, versions and
+machine.
+
+Returns are means over the last 100 training episodes; RLHF gives the rise of the mean gold score on held-out
+prompts. ± is the standard deviation over seeds, IQM the interquartile mean with a 95 % bootstrap interval. Published:
+CleanRL's PPO at 1M steps (3 seeds), baselines' TRPO (older environments, 6 seeds), and for Atari what baselines'
+ppo2 has after the first of ten million steps, read off the curves of
+[its benchmark](https://github.com/openai/baselines/blob/46fa1b645325868940adfd423cdf26a7b34ecaa8/benchmarks_atari10M.htm)
+(6 seeds).
+"""
+NOTES = "## Figures and notes\n"  # what RESULTS.md has from here on is written by hand and stays
 PACKAGES = ("torch", "numpy", "gymnasium", "mujoco", "ale-py", "transformers")
 
 
@@ -174,7 +188,9 @@ def read(path: Path) -> tuple[dict[str, Any], pd.DataFrame]:
     return facts, pd.read_csv(path, comment="#", index_col="step")
 
 
-def follow(spec: Spec, args: Args, report: tqdm, running: list[subprocess.Popen[str]], stop: threading.Event) -> str | None:  # fmt: skip
+def follow(
+    spec: Spec, args: Args, report: tqdm, running: list[subprocess.Popen[str]], stop: threading.Event
+) -> str | None:
     """Make a run, or go on with it, and write its CSV file; returns what went wrong, if anything."""
     if stop.is_set():
         return None
@@ -263,11 +279,11 @@ def final(spec: Spec, facts: dict[str, Any], table: pd.DataFrame) -> float:
 
 def tables(runs: Runs) -> str:
     """Markdown: for each group the figures of its seeds, and for each script one over all tasks."""
-    lines = ["# Results", "", "Made by `python benchmarks/results.py`; each run's command stands in the first line of its"
-             " CSV file. Returns are means over the last 100 training episodes; RLHF gives the rise of the mean gold score of"
-             " answers to held-out prompts. ± is the standard deviation over seeds, IQM the interquartile mean with a 95 %"
-             " bootstrap interval.", "",
-             "| experiment | task | what | seeds | mean ± std | IQM | each seed | published |", "|---|---|---|---|---|---|---|---|"]  # fmt: skip
+    lines = [
+        INTRODUCTION,
+        "| experiment | task | what | seeds | mean ± std | IQM | each seed | published |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
     for experiment in dict.fromkeys(spec.experiment for spec in runs):
         for label, task, group in grouped(runs, experiment):
             x = np.array([final(spec, *run) for spec, run in group.items()])
@@ -277,10 +293,17 @@ def tables(runs: Runs) -> str:
             mean, std = PUBLISHED.get(label, {}).get(task, (None, None))
             published = "" if mean is None else f"{mean}" + (f" ± {std}" if std else "")
             spread = f" ± {show(x.std(ddof=1))}" if len(x) > 1 else ""
-            lines.append(f"| {experiment} | {task} | {label} | {len(x)} | {show(x.mean())}{spread} | {middle} |"
-                         f" {', '.join(map(show, x))} | {published} |")  # fmt: skip
-    lines += ["", "Over the three MuJoCo tasks together, each return divided by the published one of PPO:", "",
-              "| script | IQM [95 % interval] |", "|---|---|"]  # fmt: skip
+            lines.append(
+                f"| {experiment} | {task} | {label} | {len(x)} | {show(x.mean())}{spread} | {middle} |"
+                f" {', '.join(map(show, x))} | {published} |"
+            )
+    lines += [
+        "",
+        "Over the three MuJoCo tasks together, each return divided by the published one of PPO:",
+        "",
+        "| script | IQM [95 % interval] |",
+        "|---|---|",
+    ]
     scores: dict[str, list[np.ndarray]] = {}
     for label, task, group in grouped(runs, "mujoco"):
         x = np.array([final(spec, *run) for spec, run in group.items()])
@@ -289,9 +312,13 @@ def tables(runs: Runs) -> str:
         if len(samples) == len(TASKS) and all(len(x) > 1 for x in samples):
             low, high = interval(iqm, *samples)
             lines.append(f"| {label} | {iqm(*samples):.2f} [{low:.2f}, {high:.2f}] |")
-    lines += ["", "RLHF, means over 256 held-out prompts' answers, each seed; the accuracy is that of the reward model on held-out"
-              " pairs:", "", "| what | gold before | gold after | proxy after | KL to the reference | ended | accuracy |",
-              "|---|---|---|---|---|---|---|"]  # fmt: skip
+    lines += [
+        "",
+        "RLHF, means over 256 held-out prompts' answers, each seed, and the reward model's accuracy on held-out pairs:",
+        "",
+        "| what | gold before | gold after | proxy after | KL to the reference | ended | accuracy |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for experiment in ("rlhf", "leash"):
         for label, _, group in grouped(runs, experiment):
             ends = [table.dropna(subset=["gold"]) for _, table in group.values()]
@@ -378,7 +405,7 @@ def diagnostics_figure(runs: Runs) -> Any:
 
 
 def leash_figure(runs: Runs) -> Any:
-    """Gold and proxy against the square root of the KL to the reference, each β a colour, with the best of n answers."""
+    """Gold and proxy against the root of the KL to the reference, each β a colour, with the best of n answers."""
     figure, axes = panels(1, 2, 4.6, 3.4)
     for axis, judge in zip(axes, ("gold", "proxy"), strict=True):
         for i, (label, _, group) in enumerate(
@@ -386,8 +413,9 @@ def leash_figure(runs: Runs) -> Any:
         ):
             for j, (_, table) in enumerate(group.values()):
                 path = table[["kl_ref", judge]].dropna()
-                axis.plot(path["kl_ref"].clip(lower=0) ** 0.5, path[judge], ".-", color=f"C{i}", alpha=0.6, linewidth=1,
-                          markersize=3, label=label if not j else None)  # fmt: skip
+                style = {"color": f"C{i}", "alpha": 0.6, "linewidth": 1, "markersize": 3}
+                root = path["kl_ref"].clip(lower=0) ** 0.5
+                axis.plot(root, path[judge], ".-", label=label if not j else None, **style)
         best = [facts["best_of_n"] for facts, _ in runs.values() if "best_of_n" in facts]
         if best:
             n = list(best[0]["kl"])
@@ -466,7 +494,10 @@ def main() -> None:
         plt.close(figure)
     if runs:
         text = tables(runs)
-        (results / "RESULTS.md").write_text(text)
+        path = results / "RESULTS.md"
+        old = path.read_text() if path.exists() else ""
+        _, notes, figures_and_words = old.partition(NOTES)
+        path.write_text(text + notes + figures_and_words)
         print(text)
     sys.exit(1 if failures else 0)
 

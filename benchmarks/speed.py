@@ -5,12 +5,13 @@
     python benchmarks/speed.py --scaling                         also over environments, widths, model sizes, lengths
     python benchmarks/speed.py --device cuda --json speed.json
 
-Script and plain loop take turns, A B A B, so that what else the machine does meets both; what is compared are the ratios of
-neighbours, and of those the median. The first iteration of each turn is warm-up. Plain loops run on the CPU, in a process of
-their own, as they would by themselves; that of Atari needs OpenCV, and TRPO is held against SB3-contrib, if it is installed.
+Script and plain loop take turns, A B A B, so that what else the machine does meets both; what is compared are the
+ratios of neighbours, and of those the median. The first iteration of each turn is warm-up. Plain loops run on the CPU,
+in a process of their own, as they would by themselves; that of Atari needs OpenCV, and TRPO is held against
+SB3-contrib, if it is installed.
 
-Of the limit: operations per second of the update (counted by torch, in float32) over those of large matrix products with as
-many threads and of the same type; steps per second of the rollout over those of the simulator alone.
+Of the limit: operations per second of the update (counted by torch, in float32) over those of large matrix products
+with as many threads and of the same type; steps per second of the rollout over those of the simulator alone.
 """
 
 from __future__ import annotations
@@ -70,10 +71,10 @@ class Args:
 
 
 def timed(name: str, flags: list[str], iterations: int, width: int = 64) -> tuple[list[Timing], float]:
-    """Iterations of a script's own `train`, without the first, by the clock when it calls compute_gae and end_iteration.
+    """Iterations of a script's own `train` but the first, by the clock when it calls compute_gae and end_iteration.
 
-    Also the floating point operations of an update, counted in that first one, or 0 if it is compiled. `width` replaces that
-    of the networks for control.
+    Also the floating point operations of an update, counted in that first one, or 0 if it is compiled. `width`
+    replaces that of the networks for control.
     """
     module: Any = load(name, width)
     timings: list[Timing] = []
@@ -188,8 +189,15 @@ class Untrained(Rlhf):
         self.module, self.flops = importlib.import_module("rlhf_ppo_gpt2"), 0.0
         self.args = self.module.Args(**changes)
         config = transformers.GPT2Config(
-            vocab_size=vocabulary, n_positions=1024, n_embd=width, n_layer=layers, n_head=heads, bos_token_id=0,
-            eos_token_id=0, pad_token_id=0)  # fmt: skip
+            vocab_size=vocabulary,
+            n_positions=1024,
+            n_embd=width,
+            n_layer=layers,
+            n_head=heads,
+            bos_token_id=0,
+            eos_token_id=0,
+            pad_token_id=0,
+        )
         torch.manual_seed(1)
         model = transformers.GPT2LMHeadModel._from_config(config, attn_implementation="sdpa")
         self.reference = self.module.still(model)
@@ -215,7 +223,7 @@ def rate(work: Callable[[], Any], amount: float, device: str) -> float:
 
 
 def simulator_rate(name: str, num_envs: int) -> float:
-    """Steps per second of the simulator alone, with random actions: one game's frames, or one MuJoCo model, per environment."""
+    """Steps per second of the simulator alone, with random actions: so many games, or one MuJoCo model."""
     if name == "atari":
         module: Any = importlib.import_module("ppo_atari")
         games = module.AtariGames(module.Args(num_envs=num_envs), num_envs)
@@ -231,7 +239,7 @@ def simulator_rate(name: str, num_envs: int) -> float:
 
 
 def limits(device: str) -> dict[str, float]:
-    """What the machine does at best: TFLOP/s of square matrix products, GB/s of copies, steps/s of the simulators alone."""
+    """What the machine does at best: TFLOP/s of matrix products, GB/s of copies, steps/s of the simulators alone."""
     a, b = torch.randn(2, 1024, 1024, device=device)
     low_a, low_b = a.bfloat16(), b.bfloat16()
     x = torch.zeros(2**26, dtype=torch.uint8, device=device)
@@ -290,7 +298,7 @@ def plain_loop(name: str) -> Iterator[Callable[[int], list[Timing]]]:
 
 
 def compare(name: str, flags: list[str], args: Args, machine: dict[str, float]) -> dict[str, Any]:
-    """Rates of a script with flags, of its plain loop, the ratios of their turns, and the shares of the machine's limits."""
+    """Rates of a script with flags and of its plain loop, ratios of their turns, shares of the machine's limits."""
     models = Rlhf() if name == "rlhf" else None
     own = models.script() if models else None
     turns: list[tuple[list[Timing], list[Timing]]] = []
@@ -326,7 +334,7 @@ def show(what: str, rates: dict[str, float], more: str = "") -> None:
 
 
 def scaling(args: Args) -> dict[str, dict[str, float]]:
-    """How cost grows: steps/s over environments (always 2,048 steps) and widths, tokens/s over model sizes and lengths."""
+    """How cost grows: steps/s over environments (always 2,048 steps) and widths, tokens/s over sizes and lengths."""
     tables: dict[str, dict[str, float]] = {}
 
     def add(what: str, timings: list[Timing]) -> None:

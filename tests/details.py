@@ -1,4 +1,4 @@
-"""Writes DETAILS.md from the marks in the scripts, the markers of the tests and the mutants: `python tests/details.py`."""
+"""Writes DETAILS.md from the marks of scripts and tests and from the mutants: `python tests/details.py`."""
 
 import ast
 import io
@@ -122,6 +122,34 @@ ELEMENTS = {  # what has a name instead of a number: script and functions
     "PEN-old": ("ppo_penalty", "train", "ppo_loss"),
 }
 
+SHORT = {
+    "ppo_atari": "atari",
+    "ppo_continuous": "continuous",
+    "ppo_penalty": "penalty",
+    "trpo": "trpo",
+    "rlhf_ppo_gpt2": "rlhf",
+}
+DIFFERENT = """## What differs from the code that people copy
+
+- A time limit bootstraps from the true last observation (`--no-bootstrap-truncated` counts it as death, as
+  published); the reward scale starts anew with each episode.
+- Every stored row is a real transition: environments restart within the step, and the last observation is kept apart.
+- In Atari a lost life ends the episode for learning but never the game; scores are of whole games.
+- The value loss is clipped [9] in `ppo_continuous.py`, `ppo_atari.py` and `rlhf_ppo_gpt2.py` only; `ppo_penalty.py`
+  and `trpo.py` have the plain squared error.
+- Losses are means over all minibatches, not those of the last one. `--target-kl` stops before the step that would go
+  on.
+- Advantages are divided by the biased standard deviation, so that a minibatch of one is no NaN.
+- TRPO accepts a step only if the surrogate improves and the mean KL(old‖new) over the whole batch is within δ;
+  otherwise the old parameters come back bit for bit.
+- RLHF: padding is known from lengths and never from token equality, so texts may hold the end token; GPT-2's dropout
+  is off; sampling is the whole softmax; the penalty for a missing end is subtracted from the score (published code
+  replaces the score); rewards are not whitened unless `--whiten-rewards` asks for it, as a kept mean rewards length.
+- The emulator presses FIRE first and then plays 0 to 29 no-ops, its own reading of details 14 and 17: the agent takes
+  over at different moments, but the first ball of every game of Breakout flies the same way. After a lost life one
+  FIRE goes before the agent's next step, and the stack of frames goes on.
+"""
+
 
 def scripts() -> list[Path]:
     return sorted(path for path in ROOT.glob("*.py"))
@@ -163,58 +191,72 @@ def tests() -> dict[str, list[str]]:
     return claims
 
 
-def places() -> dict[str, list[str]]:
-    """Mark -> script and function, linked, of each place; raises KeyError for an element whose function is gone."""
-    where: dict[str, list[str]] = defaultdict(list)
+def places() -> dict[str, dict[str, list[str]]]:
+    """Mark -> function -> scripts in which it bears the mark; raises KeyError for an element whose function is gone."""
+    where: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for path in scripts():
         for mark, names in marks(path).items():
-            where[mark] += [f"[{path.name}]({path.name}) `{name}`" for name in names]
+            for name in names:
+                where[mark][name].append(path.stem)
     for mark, (script, *functions) in ELEMENTS.items():
         tree = ast.parse((ROOT / f"{script}.py").read_text())
         missing = {*functions} - {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
         if missing:
             raise KeyError(f"{script}.py has no {missing}")
-        where[mark] = [f"[{script}.py]({script}.py) `{name}`" for name in functions]
+        where[mark] = {name: [script] for name in functions}
     return where
 
 
-def table(catalogue: dict[str, str]) -> str:
-    where, claims = places(), tests()
-    rows = ["| detail | what | where | tests that fail without it | mutants |", "|---|---|---|---|---|"]
-    for mark, what in catalogue.items():
-        names = "<br>".join(f"`{name}`" for name in claims[mark])
-        place = "<br>".join(where[mark]) or NOT_DONE.get(mark, NO_SCRIPT)
-        count = sum(len(mutant.scripts.split()) for mutant in MUTANTS if mutant.detail == mark)
-        rows.append(f"| {mark} | {what} | {place} | {names or '-'} | {count or '-'} |")
-    return "\n".join(rows)
+def row(mark: str, what: str, where: dict[str, list[str]], claims: list[str]) -> str:
+    """One line of a table: the first function is a link to the first script that has it."""
+    functions = [f"`{name}`" for name in where]
+    having = dict.fromkeys(script for names in where.values() for script in names)
+    if functions:
+        functions[0] = f"[{functions[0]}]({next(iter(having))}.py)"
+    places = ", ".join(functions) or NOT_DONE.get(mark, NO_SCRIPT)
+    others = f" and {len(claims) - 1} more" if len(claims) > 1 else ""
+    test = f"`{claims[0].partition('::')[2]}`{others}" if claims else "-"
+    mutants = sum(len(mutant.scripts.split()) for mutant in MUTANTS if mutant.detail == mark)
+    cells = [mark, what, places, ", ".join(SHORT[script] for script in having) or "-", test, str(mutants or "-")]
+    return f"| {' | '.join(cells)} |"
+
+
+def table(catalogue: dict[str, str], where: dict[str, dict[str, list[str]]], claims: dict[str, list[str]]) -> str:
+    head = ["| detail | what | where | scripts | tests that fail without it | mutants |", "|---|---|---|---|---|---|"]
+    return "\n".join(head + [row(mark, what, where.get(mark, {}), claims[mark]) for mark, what in catalogue.items()])
 
 
 def text() -> str:
+    where, claims = places(), tests()
     return f"""# The implementation details, where they are, and what would notice their loss
 
-A mark such as `[7]` in a script stands on the line that does detail 7. A mutant is a small change to a script that takes
-the detail away; `pytest -m mutation` makes each of them in a copy and fails unless a test that claims the detail does.
-This file is made by `python tests/details.py`; a test fails when it is stale.
+{DIFFERENT}
+## How to read the tables
+
+A mark such as `[7]` in a script stands on the line that does detail 7. The tests that claim it are those that
+`grep -rn 'detail("7")' tests` finds. A mutant is a small change to a script that takes the detail away;
+`pytest -m mutation` makes each of them in a copy and fails unless a test that claims the detail does. This file is
+made by `python tests/details.py`; a test fails when it is stale.
 
 ## PPO
 
 Numbers as in Huang et al. 2022, "The 37 Implementation Details of Proximal Policy Optimization".
 
-{table(PPO)}
+{table(PPO, where, claims)}
 
 ## The KL penalty
 
-{table(PENALTY)}
+{table(PENALTY, where, claims)}
 
 ## TRPO
 
-{table(TRPO)}
+{table(TRPO, where, claims)}
 
 ## RLHF with PPO
 
 After Huang et al. 2023, "The N Implementation Details of RLHF with PPO", and its sequel on summaries of 2024.
 
-{table(RLHF)}
+{table(RLHF, where, claims)}
 """
 
 
