@@ -1,6 +1,7 @@
 """Tiny environments that count, so that a test can tell where every number came from.
 
-An observation is [step of the episode, episode, a random draw of the episode]; `counting_envs:Trunc-v0` is such an id.
+An observation is [step of the episode, episode, a random draw of the episode], and `info` holds that step, too;
+`counting_envs:Trunc-v0` is such an id.
 """
 
 from typing import Any
@@ -47,7 +48,7 @@ class Counting(gym.Env):
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         super().reset(seed=seed)
         self.t, self.episode, self.draw = 0, self.episode + 1, float(self.np_random.random())
-        return self.observe(), {}
+        return self.observe(), {"t": self.t}
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         assert self.action_space.contains(action), f"{action!r} is outside {self.action_space}"
@@ -58,7 +59,7 @@ class Counting(gym.Env):
         reward = named[self.reward] if isinstance(self.reward, str) else self.reward
         last = self.t >= self.end
         ends = last and self.ending in ("terminate", "both"), last and self.ending in ("truncate", "both")
-        return self.observe(), reward, *ends, {}
+        return self.observe(), reward, *ends, {"t": self.t}
 
     def render(self) -> np.ndarray | None:
         shape = (301, 401, 3) if self.fault == "odd picture" else (64, 64, 3)

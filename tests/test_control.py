@@ -1,248 +1,528 @@
-"""Environments and rollouts of the three scripts for control, TRPO among them, against books kept by hand; at the end
-what all scripts do in training."""
+"""Environments, rollouts and updates of the scripts for control, against books kept by hand; the edits that people make
+to a copy of a script; at the end what all scripts do in training."""
 
+import importlib.util
+import math
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from conftest import MODULES, PPO, scalars
+from conftest import BOXES, BUDGET, CONTROL, GAUSSIAN, MODULES, ROOT, scalars
+from torch.distributions import Normal, kl_divergence
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-PLAYING = [*PPO, "trpo"]
+every_control = pytest.mark.parametrize("name", CONTROL)
+every_box = pytest.mark.parametrize("name", BOXES)
+ONE_BATCH = {"num_minibatches": 1, "update_epochs": 1, "total_timesteps": 128}  # one iteration, one step of Adam
 
 
-def envs(module: ModuleType, name: str = "Trunc", num_envs: int = 2, **changes: Any) -> Any:
-    env = module.NormalizedEnvs(module.Args(env_id=f"counting_envs:{name}-v0", **changes), num_envs)
+def envs(module: ModuleType, kind: str = "Trunc", num_envs: int = 2, **changes: Any) -> Any:
+    env = module.NormalizedEnvs(module.Args(env_id=f"counting_envs:{kind}-v0", **changes), num_envs)
     env.reset(1)
     return env
 
 
+def zeros(env: Any) -> np.ndarray:
+    return np.zeros((len(env.lengths), env.action_dim), np.float32)
+
+
 def as_they_are(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """Statistics that stay at mean 0 and variance 1, so that what is stored is what the environment said."""
-    monkeypatch.setattr(module.Normalizer, "merge", lambda *_: None)
+    monkeypatch.setattr(module.RunningMeanStd, "update", lambda *_: None)
 
 
-def steps_of(env: Any, change: Callable[[np.ndarray, tuple[Any, ...]], tuple[Any, ...]]) -> None:
-    """Put `change(action, result)` between the first environment and what steps it."""
-    inner = env.envs.envs[0].unwrapped
-    step = inner.step
-    inner.step = lambda action: change(action, step(action))
+def each_step(env: Any, change: Callable[[int, Any, Any], Any]) -> None:
+    """Put `change(index, action, result)` between each environment and what steps it."""
+    for i, wrapped in enumerate(env.envs.envs):
+
+        def step(action: Any, i: int = i, inner: Any = wrapped.unwrapped.step) -> Any:
+            return change(i, action, inner(action))
+
+        wrapped.unwrapped.step = step
+
+
+def watch(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, keep: Any = None) -> list[Any]:
+    """Record what `keep` makes of the arguments and the result of every call of owner.name."""
+    original, calls = getattr(owner, name), []
+
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        calls.append(keep(args, result) if keep else result)
+        return result
+
+    monkeypatch.setattr(owner, name, wrapper)
+    return calls
+
+
+def batch_of(args: Any, _: Any) -> dict[str, torch.Tensor]:
+    """Copies of what ppo_loss or update_policy was given, as rows."""
+    batch = {name: x.detach().clone() for name, x in args[2].items()}
+    lead = batch["advantages"].ndim
+    return {name: x.flatten(0, lead - 1) for name, x in batch.items()}
+
+
+def stats_of(_: Any, result: Any) -> dict[str, float]:
+    return {tag: float(value) for tag, value in result[1].items()}
+
+
+def gradient_of(optimizer: Any) -> torch.Tensor:
+    parts = [p.grad for group in optimizer.param_groups for p in group["params"]]
+    return torch.cat([part.detach().reshape(-1).clone() for part in parts])
+
+
+def copies(args: Any, result: Any) -> Any:
+    return [x.clone() if isinstance(x, torch.Tensor) else x for x in args], [x.clone() for x in result]
+
+
+def batches(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, torch.Tensor]]:
+    """Record what the policy of a script learns from (and in the penalty script, what its KL is measured on)."""
+    return watch(monkeypatch, module, "update_policy" if module.__name__ == "trpo" else "ppo_loss", batch_of)
+
+
+def learned_from(module: ModuleType, seen: list[Any]) -> list[Any]:
+    """The batches of runs with one minibatch an iteration, without those that the penalty script measures on."""
+    return seen[::2] if module.__name__ == "ppo_penalty" else seen
+
+
+def playing(module: ModuleType) -> Any:
+    return module.AtariGames if module.__name__ == "ppo_atari" else module.NormalizedEnvs
+
+
+def folder(args: Any) -> Path:
+    """The run folder that was made last."""
+    return max(Path(args.run_dir).iterdir(), key=lambda path: path.stat().st_mtime_ns)
+
+
+def logged(args: Any, tag: str) -> list[float]:
+    return [value for _, value in scalars(folder(args)).get(tag, [])]
+
+
+# --------------------------------------------------------------------------------------------------------- environments
 
 
 @pytest.mark.detail("1")
-def test_every_environment_gets_its_own_action(control: ModuleType) -> None:
-    env = envs(control, "Unbounded", 3)
+@every_box
+def test_every_environment_gets_its_own_action(name: str) -> None:
+    env = envs(MODULES[name], "Unbounded", 3)
     received: dict[int, Any] = {}
-    for i, wrapped in enumerate(env.envs.envs):
 
-        def keep(action: Any, i: int = i, step: Any = wrapped.unwrapped.step) -> Any:
-            received[i] = action
-            return step(action)
+    def keep(i: int, action: Any, result: Any) -> Any:
+        received[i] = action.tolist()
+        return result
 
-        wrapped.unwrapped.step = keep
-    actions = np.arange(6, dtype=np.float32).reshape(3, 2)
-    env.step(actions)
-    assert [received[i].tolist() for i in range(3)] == [[0, 1], [2, 3], [4, 5]]
+    each_step(env, keep)
+    env.step(np.arange(6, dtype=np.float32).reshape(3, 2))
+    assert received == {0: [0, 1], 1: [2, 3], 2: [4, 5]}
 
 
 @pytest.mark.detail("1")
 @pytest.mark.detail("5")
-@pytest.mark.parametrize("name, death", [("Trunc", 0), ("Term", 1), ("Both", 1)])
-def test_outcomes_and_new_starts_out_of_phase(control, monkeypatch, name: str, death: int) -> None:
+@every_box
+@pytest.mark.parametrize("kind, death", [("Trunc", False), ("Term", True), ("Both", True)])
+def test_outcomes_new_starts_and_scores_out_of_phase(name: str, monkeypatch, kind: str, death: bool) -> None:
     """Episodes of 5 and of 3: each step's outcome counts on, what is acted on next starts again at 0 after an end."""
-    as_they_are(control, monkeypatch)
-    env = envs(control, name)
+    as_they_are(MODULES[name], monkeypatch)
+    env = envs(MODULES[name], kind)
     env.envs.envs[1].unwrapped.end = 3
+    for wrapped in env.envs.envs:
+        wrapped.unwrapped.reward = "step"
     for t in range(1, 16):
-        rows, finished = env.step(np.zeros((2, 1), np.float32))
+        acted_on = env.obs.copy()
+        next_obs, _, terminations, truncations, ended = env.step(zeros(env))
         outcome, start = [(t - 1) % end + 1 for end in (5, 3)], [t % end for end in (5, 3)]
-        assert env.final_obs[:, 0].tolist() == outcome and env.obs[:, 0].tolist() == start
-        assert rows[1].tolist() == [death * (s == 0) for s in start]
-        assert rows[2].tolist() == [(1 - death) * (s == 0) for s in start]
-        assert finished == [(i, float(end), end) for i, end in enumerate((5, 3)) if start[i] == 0]
+        assert next_obs[:, 0].tolist() == outcome and env.obs[:, 0].tolist() == start
+        assert next_obs[:, 1:].tolist() == acted_on[:, 1:].tolist()  # of the same episode, whose buffer is used again
+        over = [s == 0 for s in start]
+        assert terminations.tolist() == [o and death for o in over]
+        assert truncations.tolist() == [o and not death for o in over]
+        assert (env.obs[:, 1:] != next_obs[:, 1:]).all(1).tolist() == over
+        assert ended == [(i, end * (end + 1) / 2, end) for i, end in enumerate((5, 3)) if over[i]]
+        assert all(e.env == e[0] and e.score == e[1] and e.length == e[2] for e in ended)
 
 
 @pytest.mark.detail("27")
-def test_the_executed_action_is_the_nearest_allowed_one(control: ModuleType) -> None:
-    env = envs(control, "Box05", 1)
-    seen: list[np.ndarray] = []
+@every_box
+@pytest.mark.parametrize("kind", ["Box05", "HalfOpen", "Unbounded", "Matrix", "Scalar", "Float64", "Trunc"])
+def test_every_box_gets_the_nearest_action_within_it(name: str, kind: str) -> None:
+    """The environment asserts its bounds, shape and type; far-off actions arrive clipped, others as they are."""
+    env = envs(MODULES[name], kind, 1)
+    received: list[np.ndarray] = []
 
-    def keep(action: np.ndarray, result: tuple[Any, ...]) -> tuple[Any, ...]:
-        seen.append(np.array(action))
+    def keep(_: int, action: Any, result: Any) -> Any:
+        received.append(np.array(action))
         return result
 
-    steps_of(env, keep)
-    sent = np.array([[-3.0, 7.0], [2.5, 0.5], [5.0, 0.0]], np.float32)
-    for row in sent:
-        env.step(row[None])
-    assert [x.tolist() for x in seen] == [[0, 5], [2.5, 0.5], [5, 0]] and sent[0].tolist() == [-3, 7]
+    each_step(env, keep)
+    space = env.envs.envs[0].unwrapped.action_space
+    for value in (-100.0, 0.25, 100.0):
+        actions = zeros(env) + np.float32(value)
+        env.step(actions)
+        assert (actions == np.float32(value)).all()  # what is stored stays raw
+        np.testing.assert_allclose(received[-1], np.clip(np.full(space.shape, value), space.low, space.high))
 
 
 @pytest.mark.detail("28")
 @pytest.mark.detail("29")
-def test_observations_are_standard_scores_of_everything_seen_so_far(control: ModuleType) -> None:
-    """A random walk that starts far away, by NumPy on the whole stream after each step; outliers end at ±10."""
-    env = envs(control, "Long", 1)
-    rng, raw = np.random.default_rng(0), [np.array(env.envs.envs[0].unwrapped.buffer, float)]
-    fresh = rng.normal([50, -3, 0], [4, 0.1, 20], (40, 3)).astype(np.float32)
-    queue = iter(fresh)
-    steps_of(env, lambda action, result: (next(queue), *result[1:]))
-    for t in range(40):
-        env.step(np.zeros((1, 1), np.float32))
-        raw.append(fresh[t].astype(float))
+@every_box
+def test_observations_are_standard_scores_of_everything_seen_so_far(name: str) -> None:
+    """By NumPy on all that the environments said: first ones, outcomes, the final one of an episode as any other."""
+    env = envs(MODULES[name])
+    raw = [np.array(wrapped.unwrapped.buffer, float) for wrapped in env.envs.envs]
+    rng = np.random.default_rng(0)
+
+    def walk(i: int, action: Any, result: Any) -> Any:
+        raw.append(rng.normal([50, -3, 0], [4, 0.1, 20]).astype(np.float32).astype(float))
+        return np.array(raw[-1], np.float32), *result[1:]
+
+    each_step(env, walk)
+    for t in range(1, 24):
+        next_obs, *_, ended = env.step(zeros(env))
+        stream = np.array(raw)
         if t > 3:
-            stream = np.array(raw)
-            scores = (stream[-1] - stream.mean(0)) / stream.std(0)
-            np.testing.assert_allclose(env.final_obs[0], scores, rtol=2e-2, atol=2e-2)
-            assert env.obs.dtype == np.float32
-    mean, std = np.mean(raw, 0), np.std(raw, 0)
-    for k in (9.5, -9.5, 10.5, -10.5, 1e6, -1e6):
-        env.obs_stats.merge = lambda *_: None  # frozen here
-        np.testing.assert_allclose(env.normalize((mean + k * std)[None])[0], np.clip(k, -10, 10), rtol=1e-2)
+            np.testing.assert_allclose(
+                next_obs, ((stream[-2:] - stream.mean(0)) / stream.std(0)).clip(-10, 10), rtol=2e-2, atol=2e-2
+            )
+        assert env.obs.dtype == next_obs.dtype == np.float32
+        raw += [np.array(env.envs.envs[e.env].unwrapped.buffer, float) for e in ended]  # the new starts
+    assert len(raw) == 2 * (1 + 23 + 4)
+    mean, std = env.obs_stats.mean_and_std()
+    np.testing.assert_allclose(mean, np.mean(raw, 0), rtol=1e-3, atol=1e-3)
+    np.testing.assert_allclose(std, np.std(raw, 0), rtol=1e-3)
 
 
 @pytest.mark.detail("30")
 @pytest.mark.detail("31")
-@pytest.mark.parametrize("name", ["Trunc", "Term"])
-def test_rewards_are_scaled_by_the_spread_of_discounted_returns(control: ModuleType, name: str) -> None:
+@every_box
+@pytest.mark.parametrize("kind", ["Trunc", "Term"])
+def test_rewards_are_scaled_by_the_spread_of_discounted_returns(name: str, monkeypatch, kind: str) -> None:
     """Rewards of both signs around 3 in two environments out of phase; every return since its own episode's start."""
-    env = envs(control, name, gamma=0.8)
+    env = envs(MODULES[name], kind, gamma=0.8)
     env.envs.envs[1].unwrapped.end = 3
     rng, paid = np.random.default_rng(0), np.zeros(2)
-    for i, wrapped in enumerate(env.envs.envs):
-        step = wrapped.unwrapped.step
 
-        def pay(action: Any, i: int = i, step: Any = step) -> Any:
-            obs, _, *rest = step(action)
+    def pay(i: int, action: Any, result: Any) -> Any:
+        if paid[i] < 100:
             paid[i] = rng.normal(3, 5)
-            return obs, paid[i], *rest
+        return result[0], paid[i], *result[2:]
 
-        wrapped.unwrapped.step = pay
+    each_step(env, pay)
     history: list[list[float]] = [[], []]
     returns: list[float] = []
     for t in range(1, 41):
-        rows, finished = env.step(np.zeros((2, 1), np.float32))
+        _, scaled_rewards, *_ = env.step(zeros(env))
         for i, end in enumerate((5, 3)):
             history[i].append(paid[i])
             returns.append(sum(0.8**k * r for k, r in enumerate(reversed(history[i]))))
             history[i] = [] if t % end == 0 else history[i]
         if t > 5:
-            np.testing.assert_allclose(rows[0], paid / np.std(returns), rtol=1e-3)
-            assert (np.sign(rows[0]) == np.sign(paid)).all()
-    env.return_stats.merge = lambda *_: None
-    env.return_stats.var = np.array(1.0)
-    for wrapped, reward in zip(env.envs.envs, (9.5, -9.5), strict=True):
-        wrapped.unwrapped.step = lambda action, reward=reward: (np.zeros(3, np.float32), reward, False, False, {})
-    assert env.step(np.zeros((2, 1), np.float32))[0][0].tolist() == pytest.approx([9.5, -9.5])
-    for wrapped, reward in zip(env.envs.envs, (11.0, -11.0), strict=True):
-        wrapped.unwrapped.step = lambda action, reward=reward: (np.zeros(3, np.float32), reward, False, False, {})
-    assert env.step(np.zeros((2, 1), np.float32))[0][0].tolist() == [10, -10]
+            np.testing.assert_allclose(scaled_rewards, paid / np.std(returns), rtol=1e-3)
+    as_they_are(MODULES[name], monkeypatch)
+    env = envs(MODULES[name], kind)
+    for reward in (9.5, 11.0):
+        for wrapped, sign in zip(env.envs.envs, (1, -1), strict=True):
+            wrapped.unwrapped.reward = sign * reward
+        assert env.step(zeros(env))[1].tolist() == pytest.approx([min(reward, 10), -min(reward, 10)])
 
 
-# ------------------------------------------------------------------------------------------------------------- training
+@every_box
+def test_info_of_the_environments_is_at_hand(name: str) -> None:
+    """Of the first observation after reset and after an end; what came with the end itself is in `final_info`."""
+    env = envs(MODULES[name])
+    assert env.info["t"].tolist() == [0, 0]
+    env.envs.envs[1].unwrapped.end = 3
+    for t in range(1, 6):
+        env.step(zeros(env))
+        assert env.info["t"].tolist() == [t % 5, t % 3]
+        if t in (3, 5):
+            assert env.info["final_info"]["t"][int(t == 3)] == t
 
 
-def rollouts(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, torch.Tensor]]:
-    """Observations and actions of what train learns from, whole batches of one minibatch, and old log-probabilities."""
-    name = "update_policy" if module.__name__ == "trpo" else "ppo_loss"
-    original, seen = getattr(module, name), []
-
-    def spy(args: Any, agent: Any, obs: torch.Tensor, actions: torch.Tensor, *rest: torch.Tensor) -> Any:
-        with torch.no_grad():
-            means = agent(obs)[0].flatten(0, -2).clone()
-        seen.append({"obs": obs.flatten(0, -2).clone(), "actions": actions.flatten(0, -2).clone(), "means": means})
-        return original(args, agent, obs, actions, *rest)
-
-    monkeypatch.setattr(module, name, spy)
-    return seen
+@every_box
+@pytest.mark.parametrize("kind, size", [("DiscreteObs", 5), ("DictObs", 5), ("TupleObs", 4), ("FloatImageObs", 3072)])
+def test_structured_observations_are_flattened(name: str, kind: str, size: int) -> None:
+    env = envs(MODULES[name], kind, 1)
+    assert env.obs.shape == (1, size) and env.obs.dtype == np.float32 and env.obs_dim == size
+    if kind == "DiscreteObs":
+        raw_obs, _ = env.envs.reset()
+        assert sorted(raw_obs[0].tolist()) == [0, 0, 0, 0, 1]
 
 
-def one_batch(module: ModuleType, small_args: Any, **changes: Any) -> Any:
-    args = small_args(module, num_minibatches=1, update_epochs=1, learning_rate=0.0)
-    return type(args)(**(vars(args) | changes))
+@every_box
+@pytest.mark.parametrize(
+    "kind, words",
+    [
+        ("ImageObs", "ppo_atari.py"),
+        ("FlatImageObs", "ppo_atari.py"),
+        ("SequenceAction", "Box"),
+        ("WrongShape", r"observes \(4,\), not"),
+    ],
+)
+def test_spaces_that_cannot_work_are_refused(name: str, kind: str, words: str) -> None:
+    with pytest.raises(MODULES[name].UsageError, match=words) as caught:
+        envs(MODULES[name], kind)
+    assert "--env-id" in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", GAUSSIAN)
+def test_discrete_actions_are_for_trpo(name: str) -> None:
+    with pytest.raises(MODULES[name].UsageError, match="Box"):
+        envs(MODULES[name], "DiscreteAction")
+
+
+@every_box
+@pytest.mark.parametrize(
+    "env_id, word",
+    [("no_such_module:Trunc-v0", "no_such_module"), ("counting_envs:Trunk-v0", "Trunk"), ("HalfCheeta-v5", "Cheetah")],
+)
+def test_a_module_and_an_id_misspelt_are_told_apart(name: str, env_id: str, word: str) -> None:
+    module = MODULES[name]
+    with pytest.raises((ModuleNotFoundError, gym.error.Error), match=word):
+        module.NormalizedEnvs(module.Args(env_id=env_id), 1)
+
+
+def test_an_old_gymnasium_is_named(monkeypatch) -> None:
+    monkeypatch.delattr(gym.vector, "AutoresetMode")
+    for name in BOXES:
+        with pytest.raises(MODULES[name].UsageError, match="pip install gymnasium"):
+            MODULES[name].NormalizedEnvs(MODULES[name].Args(), 1)
+
+
+@every_box
+def test_a_constructor_need_not_know_render_modes(name: str) -> None:
+    env = envs(MODULES[name], "Plain", 1)
+    assert env.step(zeros(env))[0].shape == (1, 3)
+
+
+@every_box
+def test_seeds_decide_everything_and_environments_differ(name: str, monkeypatch) -> None:
+    as_they_are(MODULES[name], monkeypatch)
+    env = envs(MODULES[name], num_envs=4)
+    draws: list[list[float]] = []
+    for seed in (1, 100, 1):
+        env.reset(seed)
+        draws.append(env.obs[:, 2].tolist())
+        assert env.obs[:, 1].tolist() == [1] * 4  # new environments, which remember nothing
+    assert draws[0] == draws[2] and len({*draws[0], *draws[1]}) == 8
+
+
+@every_box
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_environments_that_draw_from_the_global_generator_depend_on_the_seed_alone(name: str, kind: str) -> None:
+    env = envs(MODULES[name], "GlobalDraw", 4, vectorization=kind)
+    draws = []
+    for seed in (1, 2, 1):
+        env.reset(MODULES[name].reseed(seed, 0))
+        draws.append(env.envs.reset()[0][:, 2].tolist())
+        assert kind == "async" or len(set(draws[-1])) == 4
+    env.envs.close()
+    assert draws[0] == draws[2] != draws[1]
+
+
+@every_box
+def test_vectorization_does_not_change_the_numbers(name: str) -> None:
+    module = MODULES[name]
+    both: list[Any] = []
+    for kind in ("sync", "async"):
+        env = module.NormalizedEnvs(module.Args(env_id="Pendulum-v1", vectorization=kind), 2)
+        env.reset(3)
+        rng = np.random.default_rng(0)
+        out: list[Any] = []
+        for _ in range(210):
+            next_obs, rewards, terminations, truncations, ended = env.step(rng.normal(size=(2, 1)).astype(np.float32))
+            out += [next_obs, env.obs.copy(), rewards, terminations, truncations, np.array(ended)]
+        env.envs.close()
+        both.append(out)
+    for a, b in zip(*both, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+# ------------------------------------------------------------------------------------------------------------- rollouts
 
 
 @pytest.mark.detail("1")
-def test_a_segment_goes_on_where_the_last_one_ended(control, small_args, monkeypatch) -> None:
+@every_box
+def test_a_segment_goes_on_where_the_last_one_ended(name: str, small_args, monkeypatch) -> None:
     """Episodes of 5 in segments of 7, from one environment: the counter in the rows runs on across segments."""
-    as_they_are(control, monkeypatch)
-    seen = rollouts(control, monkeypatch)
-    control.train(one_batch(control, small_args, num_envs=1, num_steps=7, total_timesteps=28, checkpoint_every=0))
-    counters = [sorted(batch["obs"][:, 0].tolist()) for batch in seen]
+    module = MODULES[name]
+    as_they_are(module, monkeypatch)
+    seen = batches(module, monkeypatch)
+    short = {"num_envs": 1, "num_steps": 7, "total_timesteps": 28, "checkpoint_every": 0}
+    module.train(small_args(module, **ONE_BATCH | short))
+    counters = [sorted(batch["obs"][:, 0].tolist()) for batch in learned_from(module, seen)]
     assert counters == [sorted(float(t % 5) for t in range(i, i + 7)) for i in range(0, 28, 7)]
+
+
+@pytest.mark.detail("6")
+@every_control
+def test_each_row_pairs_what_belongs_to_one_step(name: str, small_args, monkeypatch) -> None:
+    """In every minibatch obs, action, logprob, value, advantage and return of a row are those of one step of one
+    environment, told apart by its return; an epoch has each step once. Step size 0, so that the policy stays."""
+    module = MODULES[name]
+    acted_on: list[Any] = []
+    original = playing(module).step
+
+    def step(self: Any, actions: np.ndarray) -> Any:
+        acted_on.append((self.obs.copy(), actions.copy()))
+        return original(self, actions)
+
+    monkeypatch.setattr(playing(module), "step", step)
+    agents = watch(monkeypatch, module, "Agent")
+    gae = watch(monkeypatch, module, "compute_gae", copies)
+    seen = batches(module, monkeypatch)
+    fits = watch(monkeypatch, module, "value_loss", lambda args, result: (args[0].detach().clone(), args[-1]))
+    args = small_args(module, **ONE_BATCH | {"num_minibatches": 4, "learning_rate": 0.0, "norm_adv": False})
+    module.train(args)
+    ((_, values, *_), (advantages, returns)) = gae[0]
+    assert len(returns.unique()) == returns.numel() == 128
+    truth = {"values": values, "advantages": advantages, "returns": returns}
+    for key, recorded in zip(("obs", "actions"), zip(*acted_on[-64:], strict=True), strict=True):
+        truth[key] = torch.from_numpy(np.stack(recorded))
+    truth = {key: x.flatten(0, 1) for key, x in truth.items()}
+    step_of = lambda some: (some[:, None] == truth["returns"]).int().argmax(1)
+    used: list[int] = []
+    for batch in seen[: 1 if name == "trpo" else 4]:
+        index = step_of(batch["returns"])
+        used += index.tolist()
+        for key, x in truth.items():
+            torch.testing.assert_close(batch[key], x[index].to(batch[key].dtype), atol=1e-5, rtol=1e-5)
+        if name != "trpo":  # which scores the actions itself
+            with torch.no_grad():
+                policy, _ = agents[0](batch["obs"])
+                if name in GAUSSIAN:
+                    policy = torch.distributions.Independent(Normal(policy, agents[0].actor_logstd.exp()), 1)
+                expected = policy.log_prob(batch["actions"])
+            torch.testing.assert_close(batch["logprobs"], expected, atol=1e-4, rtol=1e-4)
+    assert sorted(used) == list(range(128))
+    if name == "trpo":  # whose value network is fitted by itself
+        index = [step_of(returns) for _, returns in fits]
+        assert sorted(torch.cat(index).tolist()) == list(range(128))
+        for (new_values, _), rows in zip(fits, index, strict=True):
+            torch.testing.assert_close(new_values, truth["values"][rows], atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.detail("24")
 @pytest.mark.detail("27")
-def test_stored_actions_are_raw_samples_with_the_learned_spread(control, small_args, monkeypatch) -> None:
-    """A policy with std e^-1 and e^0.5 in a box of [0, 5]: what is stored has that spread around the means."""
-    make = control.Agent
+@every_box
+def test_stored_actions_are_raw_samples_with_the_learned_spread(name: str, small_args, monkeypatch) -> None:
+    """A policy with std e^-1 and e^0.5 in a box of [0, 5]: what is stored has that spread around means near 0, so that
+    half of it lies outside the box, and is logged as that."""
+    module = MODULES[name]
+    make = module.Agent
 
     def spread(*args: Any, **kwargs: Any) -> Any:
         agent = make(*args, **kwargs)
         agent.actor_logstd.data[:] = torch.tensor([-1.0, 0.5])
         return agent
 
-    monkeypatch.setattr(control, "Agent", spread)
-    seen = rollouts(control, monkeypatch)
-    args = one_batch(
-        control, small_args, env_id="counting_envs:Box05-v0", num_envs=4, num_steps=1000, total_timesteps=4000
-    )
-    control.train(args)
-    noise = seen[0]["actions"] - seen[0]["means"]
-    assert noise.mean(0).tolist() == pytest.approx([0, 0], abs=0.1)
-    assert noise.std(0).tolist() == pytest.approx([0.3679, 1.6487], rel=0.06)
-    assert abs(float(torch.corrcoef(noise.T)[0, 1])) < 0.08
-    assert 0.4 < float((seen[0]["actions"] < 0).float().mean()) < 0.6
+    monkeypatch.setattr(module, "Agent", spread)
+    seen = batches(module, monkeypatch)
+    many = {"env_id": "counting_envs:Box05-v0", "num_envs": 4, "num_steps": 1000, "total_timesteps": 4000}
+    args = small_args(module, **ONE_BATCH | many)
+    module.train(args)
+    actions = seen[0]["actions"]
+    assert actions.mean(0).tolist() == pytest.approx([0, 0], abs=0.1)
+    assert actions.std(0).tolist() == pytest.approx([0.3679, 1.6487], rel=0.06)
+    assert abs(float(torch.corrcoef(actions.T)[0, 1])) < 0.08
+    outside = float(((actions < 0) | (actions > 5)).float().mean())
+    assert 0.4 < outside < 0.6
+    assert logged(args, "charts/clipped_actions")[0] == pytest.approx(outside, abs=1e-4)
 
 
 @pytest.mark.detail("5")
-def test_targets_bootstrap_from_the_true_last_observation_in_training(control, small_args, monkeypatch) -> None:
-    """V of a step's successor is the critic's value of what the step led to, never of the next episode's start."""
-    as_they_are(control, monkeypatch)
-    agents: list[Any] = []
-    outcomes: list[np.ndarray] = []
-    inputs: list[Any] = []
-    make, gae, step = control.Agent, control.compute_gae, control.NormalizedEnvs.step
+@every_box
+@pytest.mark.parametrize(
+    "kind, bootstrap, dies",
+    [("Trunc", True, False), ("Trunc", False, True), ("Term", True, True), ("Both", True, True)],
+)
+def test_targets_bootstrap_from_the_true_last_observation(
+    name: str, small_args, monkeypatch, kind: str, bootstrap: bool, dies: bool
+) -> None:
+    """V of a step's successor is the critic's value of what the step led to, never of the next episode's start; the
+    target of the last step of an episode (λ = 0) is 1 + γV if it was cut, and 1 if it died."""
+    module = MODULES[name]
+    as_they_are(module, monkeypatch)
+    agents = watch(monkeypatch, module, "Agent")
+    gae = watch(monkeypatch, module, "compute_gae", copies)
+    outcomes = watch(monkeypatch, module.NormalizedEnvs, "step", lambda args, result: result[0].copy())
+    changes = {"env_id": f"counting_envs:{kind}-v0", "bootstrap_truncated": bootstrap}
+    module.train(small_args(module, **ONE_BATCH | changes | {"learning_rate": 0.0, "gae_lambda": 0.0}))
+    ((_, _, next_values, ends, dones, *_), (_, returns)) = gae[0]
+    led_to = torch.from_numpy(np.stack(outcomes[-64:]))
+    over = led_to[..., 0] == 5
+    assert torch.equal(dones, over.float()) and torch.equal(ends, dones * dies)
+    torch.testing.assert_close(next_values, agents[0].critic(led_to)[..., 0].detach())
+    future = next_values[over]
+    assert future.abs().min() > 1e-3
+    torch.testing.assert_close(returns[over], 1 + 0.99 * future * (not dies))
 
-    def made(*args: Any, **kwargs: Any) -> Any:
-        agents.append(make(*args, **kwargs))
-        return agents[-1]
 
-    def asked(*args: Any) -> Any:
-        inputs.append([x.clone() for x in args[:5]])
-        return gae(*args)
+@pytest.mark.detail("5")
+@pytest.mark.detail("19")
+@pytest.mark.parametrize("name", ["ppo_atari"])
+def test_atari_targets_bootstrap_a_cut_game(name: str, small_args, monkeypatch) -> None:
+    """A frame cap of 40: every tenth step is cut, its next value is that of the true last frames; rewards by sign."""
+    atari = MODULES[name]
+    gae = watch(monkeypatch, atari, "compute_gae", copies)
+    finals = watch(monkeypatch, atari.AtariGames, "step", lambda args, result: np.array(result[0]))
+    agents = watch(monkeypatch, atari, "Agent")
+    step, counter = atari.AtariGames.step, iter(range(10**6))
 
-    def watched(self: Any, actions: np.ndarray) -> Any:
-        result = step(self, actions)
-        outcomes.append(self.final_obs.copy())
-        return result
+    def stretched(self: Any, actions: np.ndarray) -> Any:
+        next_obs, rewards, *rest = step(self, actions)
+        return next_obs, rewards * 0 + (next(counter) % 3 - 1) * 25.0, *rest
 
-    monkeypatch.setattr(control, "Agent", made)
-    monkeypatch.setattr(control, "compute_gae", asked)
-    monkeypatch.setattr(control.NormalizedEnvs, "step", watched)
-    for name, bootstrap in (("Trunc", True), ("Trunc", False), ("Term", True), ("Both", True)):
-        args = one_batch(
-            control, small_args, env_id=f"counting_envs:{name}-v0", total_timesteps=128, bootstrap_truncated=bootstrap
-        )
-        control.train(args)
-        rewards, _, next_values, ends, dones = inputs[-1]
-        led_to = torch.from_numpy(np.stack(outcomes[-64:]))
-        expected = (led_to[..., 0] == 5).float()
-        assert torch.equal(dones, expected)
-        assert torch.equal(ends, expected if name != "Trunc" or not bootstrap else torch.zeros_like(expected))
-        torch.testing.assert_close(next_values, agents[-1].critic(led_to)[..., 0].detach())
+    monkeypatch.setattr(atari.AtariGames, "step", stretched)
+    atari.train(small_args(atari, max_episode_frames=40, learning_rate=0.0, total_timesteps=128))
+    rewards, values, next_values, ends, dones = gae[0][0][:5]
+    assert set(rewards.unique().tolist()) == {-1.0, 0.0, 1.0}
+    cut = dones[:, 0].nonzero()[:, 0].tolist()
+    assert cut == [9, 19, 29, 39, 49, 59] and not ends.any()
+    with torch.no_grad():
+        true = agents[0](torch.from_numpy(np.stack([finals[t][0] for t in cut])))[1]
+    torch.testing.assert_close(next_values[cut, 0], true, atol=1e-4, rtol=1e-4)
+    assert not torch.allclose(next_values[cut[:-1], 0], values[[t + 1 for t in cut[:-1]], 0], atol=1e-4)
+    kept = [t for t in range(63) if t not in cut]
+    torch.testing.assert_close(next_values[kept], values[[t + 1 for t in kept]], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["ppo_atari"])
+def test_scores_logged_are_those_of_whole_games(name: str, small_args, monkeypatch) -> None:
+    """As AtariGames says them, neither clipped nor cut by a life, each once."""
+    atari = MODULES[name]
+    told = watch(monkeypatch, atari.AtariGames, "step", lambda args, result: result[-1])
+    args = small_args(atari, max_episode_frames=40, checkpoint_every=0)
+    atari.train(args)
+    episodes = [episode for ended in told for episode in ended]
+    assert len(episodes) > 20 and logged(args, "charts/episodic_return") == [e.score for e in episodes]
+    assert set(logged(args, "charts/episodic_length")) == {10.0}
+
+
+@pytest.mark.parametrize("name", ["ppo_atari"])
+def test_frames_are_stored_in_bytes_and_a_rollout_is_small(name: str, small_args, monkeypatch) -> None:
+    atari = MODULES[name]
+    seen = batches(atari, monkeypatch)
+    atari.train(small_args(atari, total_timesteps=128, update_epochs=1))
+    assert seen[0]["obs"].dtype == torch.uint8
+    default = atari.Args()
+    assert default.num_steps * default.num_envs * seen[0]["obs"][0].nbytes < 40e6
+
+
+# -------------------------------------------------------------------------------------------------------------- updates
 
 
 @pytest.mark.detail("3")
-@pytest.mark.parametrize("name", PLAYING)
-def test_the_first_step_of_adam_by_hand(name: str, small_args, monkeypatch) -> None:
-    """After one gradient g both moments are g and g²: the step is lr·g / (|g| + 1e-5), whatever else is the same."""
+@pytest.mark.detail("10")
+@every_control
+def test_one_adam_holds_what_it_trains_and_its_first_step_is_right_by_hand(name: str, small_args, monkeypatch) -> None:
+    """After one gradient g both moments are g and g²: the step is lr·g / (|g| + 1e-5). TRPO's holds the critic."""
     module = MODULES[name]
-    moved: list[tuple[torch.Tensor, torch.Tensor]] = []
+    moved: list[Any] = []
     step = torch.optim.Adam.step
 
     def watched(self: Any, *rest: Any) -> Any:
@@ -250,122 +530,475 @@ def test_the_first_step_of_adam_by_hand(name: str, small_args, monkeypatch) -> N
         before = [p.detach().clone() for p in parts]
         gradients = torch.cat([p.grad.reshape(-1) for p in parts])
         result = step(self, *rest)
-        if not moved:
-            change = torch.cat([(p.detach() - b).reshape(-1) for p, b in zip(parts, before, strict=True)])
-            moved.append((gradients.clone(), change))
+        change = torch.cat([(p.detach() - b).reshape(-1) for p, b in zip(parts, before, strict=True)])
+        moved.append((parts, gradients, change))
         return result
 
     monkeypatch.setattr(torch.optim.Adam, "step", watched)
-    args = small_args(module, num_minibatches=1, update_epochs=1, learning_rate=0.1, total_timesteps=128)
-    module.train(args)
-    ((gradient, change),) = moved
+    agents = watch(monkeypatch, module, "Agent")
+    module.train(small_args(module, **ONE_BATCH | {"learning_rate": 0.1}))
+    ((parts, gradient, change),) = moved
+    trained = agents[0].critic if name == "trpo" else agents[0]
+    assert [id(p) for p in parts] == [id(p) for p in trained.parameters()]
     small = (gradient.abs() > 1e-7) & (gradient.abs() < 1e-3)
     assert small.sum() > 20
     gradient, change = gradient[small].double(), change[small].double()
     torch.testing.assert_close(change, -0.1 * gradient / (gradient.abs() + 1e-5), atol=1e-5, rtol=1e-3)
 
 
-@pytest.mark.detail("12")
-@pytest.mark.parametrize("name", PLAYING)
-def test_logged_metrics_by_numpy(name: str, small_args, monkeypatch) -> None:
-    """Explained variance of the values before the epochs; in PPO every loss as the mean over all minibatches."""
+@pytest.mark.detail("4")
+@pytest.mark.parametrize("anneal", [True, False])
+def test_the_learning_rate_falls_linearly(ppo, small_args, monkeypatch, anneal: bool) -> None:
+    """As logged, and as Adam has it when it steps."""
+    used = watch(monkeypatch, torch.optim.Adam, "step", lambda args, result: args[0].param_groups[0]["lr"])
+    args = small_args(ppo, anneal_lr=anneal, learning_rate=0.004, num_minibatches=1, update_epochs=1)
+    ppo.train(args)
+    expected = [0.004, 0.003, 0.002, 0.001] if anneal else [0.004] * 4
+    assert logged(args, "charts/learning_rate") == pytest.approx(expected) and used == pytest.approx(expected)
+
+
+@every_control
+def test_each_step_takes_the_gradient_of_its_own_minibatch_alone(name: str, small_args, monkeypatch) -> None:
+    """What came before is forgotten: as torch.autograd.grad gives it, which adds to nothing."""
     module = MODULES[name]
-    gae, loss = module.compute_gae, getattr(module, "ppo_loss", None)
-    inputs: list[tuple[np.ndarray, np.ndarray]] = []
-    minibatches: list[list[float]] = []
+    agents = watch(monkeypatch, module, "Agent")
 
-    def asked(*args: Any) -> Any:
-        result = gae(*args)
-        inputs.append((args[1].numpy().copy(), result[1].numpy().copy()))
-        return result
+    def own_gradient(_: Any, result: Any) -> torch.Tensor | None:
+        loss = result if name == "trpo" else result[0]
+        trained = agents[0].critic if name == "trpo" else agents[0]
+        parts = torch.autograd.grad(loss, list(trained.parameters()), retain_graph=True)
+        return torch.cat([part.reshape(-1) for part in parts])
 
-    def lost(*args: Any) -> Any:
-        result = loss(*args)  # type: ignore[misc]
-        minibatches.append(result[1].tolist())
-        return result
+    given = watch(monkeypatch, module, "value_loss" if name == "trpo" else "ppo_loss", own_gradient)
+    taken = watch(monkeypatch, torch.optim.Adam, "step", lambda args, _: gradient_of(args[0]))
+    free = {} if name == "trpo" else {"max_grad_norm": 1e6}
+    module.train(small_args(module, **ONE_BATCH | free | {"num_minibatches": 4, "update_epochs": 2}))
+    assert len(taken) == 8
+    for own, used in zip(given, taken, strict=False):
+        torch.testing.assert_close(used, own, atol=1e-6, rtol=1e-4)
+    assert (taken[0] - taken[1]).norm() > 1e-2 * taken[0].norm()
 
-    monkeypatch.setattr(module, "compute_gae", asked)
-    args = small_args(module, total_timesteps=128, learning_rate=0.01)
-    if loss:
-        monkeypatch.setattr(module, "ppo_loss", lost)
-    module.train(args)
-    (folder,) = Path(args.run_dir).iterdir()
-    logged = {tag: events[0][1] for tag, events in scalars(folder).items()}
-    ((values, returns),) = inputs
-    explained = 1 - np.var(returns - values) / np.var(returns)
-    assert logged["losses/explained_variance"] == pytest.approx(explained, rel=1e-3, abs=1e-3)
-    assert abs(explained - 0.5) > 0.05  # otherwise what is explained could be what is left
-    if loss:
-        assert len(minibatches) >= 4
-        means = np.mean(minibatches, 0)
-        assert [logged[tag] for tag in module.STATS] == pytest.approx(means.tolist(), rel=1e-3, abs=1e-5)
-        assert np.abs(np.array(minibatches[-1]) - means).max() > 1e-3
+
+@pytest.mark.detail("11")
+def test_only_gradients_that_are_too_long_are_shortened_and_none_is_turned(ppo, small_args, monkeypatch) -> None:
+    """The first gradient of the same run under three limits: as it is, with half of its norm, and again as it is."""
+    taken = watch(monkeypatch, torch.optim.Adam, "step", lambda args, _: gradient_of(args[0]))
+    first: list[torch.Tensor] = []
+    for factor in (None, 0.5, 2.0):
+        taken.clear()
+        limit = factor * float(first[0].norm()) if factor else 1e6
+        ppo.train(small_args(ppo, total_timesteps=128, update_epochs=1, ent_coef=0.1, max_grad_norm=limit))
+        first.append(taken[0])
+    whole, half, again = first
+    torch.testing.assert_close(half, 0.5 * whole, atol=1e-6, rtol=1e-3)
+    torch.testing.assert_close(again, whole)
+
+
+@pytest.mark.detail("6")
+@pytest.mark.detail("7")
+@pytest.mark.parametrize("norm_adv", [True, False])
+def test_minibatches_cover_the_batch_and_are_normalised_one_by_one(ppo, small_args, monkeypatch, norm_adv) -> None:
+    surrogate = "penalized_surrogate_loss" if ppo.__name__ == "ppo_penalty" else "clipped_surrogate_loss"
+    used = watch(monkeypatch, ppo, surrogate, lambda args, result: args[1].detach().clone())
+    gae = watch(monkeypatch, ppo, "compute_gae", copies)
+    seen = batches(ppo, monkeypatch)
+    ppo.train(small_args(ppo, total_timesteps=128, update_epochs=2, num_minibatches=4, norm_adv=norm_adv))
+    advantages, returns = (x.flatten().sort()[0] for x in gae[0][1])
+    for epoch in (slice(0, 4), slice(4, 8)):
+        torch.testing.assert_close(torch.cat([batch["returns"] for batch in seen[epoch]]).sort()[0], returns)
+        if not norm_adv:
+            torch.testing.assert_close(torch.cat(used[epoch]).sort()[0], advantages)
+    for own in used[:8] if norm_adv else ():
+        assert len(own) == 32
+        assert float(own.mean()) == pytest.approx(0, abs=1e-5)
+        assert float(own.std(correction=0)) == pytest.approx(1, abs=0.01)
 
 
 @pytest.mark.detail("S3")
 @pytest.mark.parametrize(
     "first, second, steps",
     [
-        ([0.0] * 4, [0.0145] * 4, 4),  # within 1.5 times the target
-        ([9.0] * 4, [0.0145] * 4, 4),  # the first estimate does not matter
-        ([0.0] * 4, [0.001, 0.001, 0.0155, 0.0], 2),  # nor does the mean so far: this minibatch's own decides
-        ([0.0] * 4, [0.0155] * 4, 0),
+        ([0.0] * 4, [0.0149] * 4, 4),  # within 1.5 times the target
+        ([9.0] * 4, [0.0149] * 4, 4),  # the first estimate does not matter
+        ([0.0] * 4, [0.001, 0.001, 0.0151, 0.0], 2),  # nor does the mean so far: this minibatch's own decides
+        ([0.0] * 4, [0.0151] * 4, 0),
     ],
 )
-def test_what_is_told_to_the_early_stop(ppo, small_args, monkeypatch, first: Any, second: Any, steps: int) -> None:
+def test_epochs_end_before_the_step_that_goes_on(
+    ppo, small_args, monkeypatch, first: Any, second: Any, steps: int
+) -> None:
     """A target of 0.01 and four minibatches whose estimates of KL are put into the loop's hands."""
-    original, taken = ppo.ppo_loss, list[Any]()
+    original = ppo.ppo_loss
     told = iter([*zip(first, second, strict=True)] + [(0.0, 0.0)] * 99)
-    keys = [ppo.STATS.index(f"losses/{key}") for key in ("old_approx_kl", "approx_kl")]
 
     def tell(*args: Any) -> Any:
         loss, stats = original(*args)
-        stats[keys] = torch.tensor(next(told))
-        return loss, stats
+        old, new = next(told)
+        return loss, stats | {"losses/old_approx_kl": torch.tensor(old), "losses/approx_kl": torch.tensor(new)}
 
-    def count(self: Any, *rest: Any) -> Any:
-        taken.append(self)
-        return step(self, *rest)
-
-    step = torch.optim.Adam.step
-    monkeypatch.setattr(torch.optim.Adam, "step", count)
+    taken = watch(monkeypatch, torch.optim.Adam, "step")
     monkeypatch.setattr(ppo, "ppo_loss", tell)
-    ppo.train(small_args(ppo, total_timesteps=128, target_kl=0.01, update_epochs=1, num_minibatches=4))
+    args = small_args(ppo, total_timesteps=128, target_kl=0.01, update_epochs=1, num_minibatches=4)
+    ppo.train(args)
     assert len(taken) == steps
+    assert logged(args, "charts/minibatches") == [min(steps + 1, 4)]  # looked at
 
 
-@pytest.mark.detail("11")
-def test_only_gradients_that_are_too_long_are_shortened_and_none_is_turned(ppo, small_args, monkeypatch) -> None:
-    """The first gradient of the same run under three limits: as it is, with half of its norm, and again as it is."""
-    seen: list[torch.Tensor] = []
-    first: list[torch.Tensor] = []
+@pytest.mark.detail("12")
+@every_control
+def test_logged_metrics_by_numpy(name: str, small_args, monkeypatch) -> None:
+    """Explained variance of the values before the epochs; in PPO every loss as the mean over all minibatches."""
+    module = MODULES[name]
+    gae = watch(monkeypatch, module, "compute_gae", copies)
+    looked_at = [] if name == "trpo" else watch(monkeypatch, module, "ppo_loss", stats_of)
+    args = small_args(module, total_timesteps=128, learning_rate=0.01)
+    metrics = module.train(args)
+    ((_, values, *_), (_, returns)) = gae[0]
+    explained = 1 - np.var((returns - values).numpy()) / np.var(returns.numpy())
+    assert logged(args, "losses/explained_variance")[0] == pytest.approx(explained, rel=1e-3, abs=1e-3)
+    assert abs(explained - 0.5) > 0.05  # otherwise what is explained could be what is left
+    if name == "trpo":
+        return
+    minibatches = looked_at[: int(metrics["charts/minibatches"])]
+    assert len(minibatches) == args.num_minibatches * args.update_epochs
+    moved = 0.0
+    for tag in minibatches[0].keys() - {"losses/kl"}:  # which is that of the whole batch after the epochs
+        mean = np.mean([stats[tag] for stats in minibatches])
+        assert logged(args, tag)[0] == pytest.approx(mean, rel=1e-3, abs=1e-5), tag
+        moved = max(moved, abs(minibatches[-1][tag] - mean))
+    assert moved > 1e-3
+
+
+@pytest.mark.detail("27")
+def test_before_the_first_update_the_ratio_is_1(ppo, small_args, monkeypatch) -> None:
+    """The raw action is scored, as it was drawn: half of it is outside the box of an environment for vectors."""
+    looked_at = watch(monkeypatch, ppo, "ppo_loss", stats_of)
+    box = {} if ppo.__name__ == "ppo_atari" else {"env_id": "counting_envs:Box05-v0"}
+    ppo.train(small_args(ppo, **ONE_BATCH | box))
+    assert abs(looked_at[0]["losses/old_approx_kl"]) < 1e-5 and abs(looked_at[0]["losses/approx_kl"]) < 1e-5
+
+
+def test_bf16_changes_no_more_than_rounding(ppo, small_args, monkeypatch) -> None:
+    """The first minibatch of the first iteration: same frames or states, same policy up to rounding."""
+    looked_at = watch(monkeypatch, ppo, "ppo_loss", stats_of)
+    first = []
+    for bf16 in (False, True):
+        looked_at.clear()
+        ppo.train(small_args(ppo, total_timesteps=128, update_epochs=1, bf16=bf16))
+        first.append(looked_at[0])
+    plain, rounded = first
+    assert plain != rounded
+    assert rounded["losses/entropy"] == pytest.approx(plain["losses/entropy"], rel=0.01)
+    assert rounded["losses/value_loss"] == pytest.approx(plain["losses/value_loss"], rel=0.5, abs=0.3)
+    assert abs(rounded["losses/approx_kl"]) < 0.02  # the ratio is 1 up to bfloat16 before any update
+
+
+# ---------------------------------------------------------------------------------------------------------- the penalty
+
+
+@pytest.mark.detail("PEN-old")
+@pytest.mark.detail("PEN-beta")
+def test_the_old_policy_stays_and_the_kl_to_it_moves_beta(penalty, small_args, monkeypatch) -> None:
+    """In every epoch each row comes with the mean and log std that drew its action; the KL of all rows after all
+    epochs, recomputed with torch.distributions, is what update_beta is told, once, and what is logged."""
+    seen = batches(penalty, monkeypatch)
+    agents = watch(monkeypatch, penalty, "Agent")
+    betas = watch(monkeypatch, penalty, "update_beta", lambda args, result: (*args, result))
+    far = {"learning_rate": 0.1, "update_epochs": 5, "max_grad_norm": 1e3, "beta": 3.0, "kl_target": 0.02}
+    args = small_args(penalty, **ONE_BATCH | far)
+    penalty.train(args)
+    assert len(seen) >= 5
+    for batch in seen:
+        assert not batch["logstd"].any() and batch["logstd"].shape == batch["means"].shape
+        torch.testing.assert_close(Normal(batch["means"], 1.0).log_prob(batch["actions"]).sum(-1), batch["logprobs"])
+    (agent,), ((beta, kl, target, new_beta),) = agents, betas
+    assert agent.actor_logstd.abs().min() > 1e-3  # the new log std has moved, the old one has not
+    with torch.no_grad():
+        new = Normal(agent(seen[0]["obs"])[0], agent.actor_logstd.exp())
+    old = Normal(seen[0]["means"], seen[0]["logstd"].exp())
+    expected, reverse = (float(kl_divergence(*pair).sum(-1).mean()) for pair in ((old, new), (new, old)))
+    assert expected > 0.01 and abs(reverse / expected - 1) > 0.02  # far enough to tell them apart
+    assert kl == pytest.approx(expected, rel=1e-3) and (beta, target) == (3.0, 0.02)
+    assert logged(args, "losses/kl")[0] == pytest.approx(expected, rel=1e-3)
+    assert logged(args, "losses/beta") == [3.0] and float(agent.beta) == pytest.approx(new_beta)
+
+
+@pytest.mark.detail("PEN-beta")
+@pytest.mark.parametrize(
+    "adaptive, target, expected",
+    [(True, 1e3, [2.0, 1.0, 0.5, 0.25]), (True, 1e-9, [2.0, 4.0, 8.0, 16.0]), (False, 1e3, [2.0] * 4)],
+)
+def test_beta_changes_between_iterations_and_only_if_it_may(
+    penalty, small_args, monkeypatch, adaptive: bool, target: float, expected: list[float]
+) -> None:
+    """A target never reached, or always: half or double of β in each iteration, the same for its minibatches."""
+    used = watch(monkeypatch, penalty, "penalized_surrogate_loss", lambda args, result: float(args[3]))
+    args = small_args(penalty, beta=2.0, kl_target=target, adaptive_beta=adaptive)
+    penalty.train(args)
+    looked_at = len(used) // 4
+    assert looked_at >= 8 and used == [beta for beta in expected for _ in range(looked_at)]
+    assert logged(args, "losses/beta") == expected
+
+
+# ----------------------------------------------------------------------------------------------------- odd numbers, log
+
+
+@every_box
+@pytest.mark.parametrize("kind", ["NanReward", "InfReward", "NanObs", "Vast"])
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_numbers_that_are_not_finite_end_the_run_and_are_never_saved(name: str, small_args, kind: str) -> None:
+    """Also where a square alone is not finite."""
+    module = MODULES[name]
+    args = small_args(module, env_id=f"counting_envs:{kind}-v0", checkpoint_every=1, save_model=True)
+    with pytest.raises((module.RunError, AssertionError), match="--env-id|nan.* is outside Box"):
+        module.train(args)  # an observation that is NaN makes an action that this environment does not take
+    assert not list(folder(args).glob("*.pt*"))
+
+
+@every_control
+def test_weights_that_are_not_finite_are_never_saved(name: str, small_args, monkeypatch) -> None:
+    """A last step that spoils them comes after the last loss."""
+    module = MODULES[name]
     step = torch.optim.Adam.step
 
-    def keep(self: Any, *rest: Any) -> Any:
-        parts = [p.grad for group in self.param_groups for p in group["params"]]
-        seen.append(torch.cat([g.detach().reshape(-1).clone() for g in parts]))
-        return step(self, *rest)
+    def spoiled(self: Any, *rest: Any) -> None:
+        step(self, *rest)
+        self.param_groups[0]["params"][-1].data.fill_(math.inf)
 
-    monkeypatch.setattr(torch.optim.Adam, "step", keep)
-    for factor in (None, 0.5, 2.0):
-        seen.clear()
-        limit = factor * float(first[0].norm()) if factor else 1e6
-        ppo.train(small_args(ppo, total_timesteps=128, update_epochs=1, max_grad_norm=limit))
-        first.append(seen[0])
-    whole, half, again = first
-    assert float(half.norm()) == pytest.approx(0.5 * float(whole.norm()), rel=1e-3)
-    torch.testing.assert_close(half, 0.5 * whole, atol=1e-6, rtol=1e-3)
-    torch.testing.assert_close(again, whole)
+    monkeypatch.setattr(torch.optim.Adam, "step", spoiled)
+    args = small_args(module, **ONE_BATCH | {"save_model": True})
+    with pytest.raises(module.RunError, match="not saved"):
+        module.train(args)
+    assert not list(folder(args).glob("*.pt*"))
+
+
+@every_box
+@pytest.mark.parametrize("kind, score", [("Zero", 0.0), ("OneStep", 1.0), ("Huge", 5e30)])
+def test_odd_rewards_do_not_poison_the_run(name: str, small_args, kind: str, score: float, recwarn: Any) -> None:
+    module = MODULES[name]
+    metrics = module.train(small_args(module, env_id=f"counting_envs:{kind}-v0"))
+    assert all(math.isfinite(v) for k, v in metrics.items() if k != "losses/explained_variance")
+    assert not [w for w in recwarn if issubclass(w.category, RuntimeWarning)]
+    assert metrics["episodic_return"] == pytest.approx(score)
+
+
+@every_box
+def test_an_episode_longer_than_a_rollout_is_credited_when_it_ends(name: str, small_args) -> None:
+    module = MODULES[name]
+    args = small_args(module, env_id="counting_envs:Long-v0", num_steps=16)
+    assert math.isnan(module.train(args)["episodic_return"]) and not logged(args, "charts/episodic_return")
+    long = {"num_envs": 1, "num_steps": 64, "total_timesteps": 3072, "checkpoint_every": 0}
+    assert module.train(small_args(module, env_id="counting_envs:Long-v0", **long))["episodic_return"] == 3000
+
+
+@every_box
+@pytest.mark.parametrize("kind", ["Trunc", "Term"])
+def test_every_episode_is_logged_once_also_when_several_end_in_one_step(name: str, small_args, kind: str) -> None:
+    many = {"num_envs": 4, "num_steps": 32, "checkpoint_every": 0}
+    args = small_args(MODULES[name], env_id=f"counting_envs:{kind}-v0", **many)
+    MODULES[name].train(args)
+    steps, scores = zip(*scalars(folder(args))["charts/episodic_return"], strict=True)
+    assert len(scores) == 4 * (128 // 5) and set(scores) == {5.0}
+    assert logged(args, "charts/episodic_length") == [5.0] * len(scores)
+    assert list(steps) == sorted(set(steps))
+    assert steps[:8] == (17, 18, 19, 20, 37, 38, 39, 40)  # the fifth step of four environments, then the tenth
+
+
+@every_control
+def test_a_metric_out_of_its_healthy_range_is_said_once_with_its_meaning(
+    name: str, small_args, monkeypatch, capsys
+) -> None:
+    module = MODULES[name]
+    table = (("losses/entropy", 100, 200, "too low, --ent-coef"), ("losses/value_loss", 0, 1e9, "nothing"))
+    monkeypatch.setattr(module, "HEALTHY", table)
+    module.train(small_args(module, num_envs=1, num_steps=4, num_minibatches=1, update_epochs=1, total_timesteps=56))
+    lines = [line for line in capsys.readouterr().out.splitlines() if "--ent-coef" in line or "nothing" in line]
+    assert len(lines) == 1 and lines[0].startswith("step 44: losses/entropy is ")  # after ten iterations of beginning
+
+
+# ------------------------------------------------------------------------------------------------- edits of one's own
+
+
+def edited(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *edits: tuple[str, str]) -> ModuleType:
+    """A copy of the script as a module: each first text, which occurs once, is replaced by the second."""
+    source = (ROOT / f"{name}.py").read_text()
+    for old, new in edits:
+        assert source.count(old) == 1, f"{old!r} must occur once in {name}.py"
+        source = source.replace(old, new)
+    path = tmp_path / f"{name}.py"
+    path.write_text(source)
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, name, module)
+    spec.loader.exec_module(module)
+    return module
+
+
+HIDDEN = "        layer_init(nn.Linear(64, 64)),\n        nn.Tanh(),\n"
+NETWORKS = {
+    "ReLU": [
+        (HIDDEN, HIDDEN.replace("Tanh", "ReLU")),
+        (
+            "64)),\n        nn.Tanh(),\n        layer_init(nn.Linear(64, 64",
+            "64)),\n        nn.ReLU(),\n        layer_init(nn.Linear(64, 64",
+        ),
+    ],  # fmt: skip
+    "a third hidden layer": [(HIDDEN, 2 * HIDDEN)],
+    "layer norm": [(HIDDEN, HIDDEN + "        nn.LayerNorm(64),\n")],
+}
+
+
+@every_box
+@pytest.mark.parametrize("what", NETWORKS)
+@pytest.mark.parametrize("env_id", ["counting_envs:Trunc-v0", "Pendulum-v1"])
+def test_another_network_trains_and_acts_as_it_is(
+    name: str, small_args, tmp_path: Path, monkeypatch, what: str, env_id: str
+) -> None:
+    """What the rollout acts by is what the network says, to the end of the run and in the saved policy."""
+    module = edited(name, tmp_path, monkeypatch, *NETWORKS[what][::-1])
+    acting: list[Any] = []
+    make = module.in_numpy
+
+    def acts(agent: Any, obs_dim: int) -> Any:
+        policy = make(agent, obs_dim)
+        obs = np.random.default_rng(0).standard_normal((9, obs_dim), np.float32)
+        network = agent.actor if name == "trpo" else agent.actor_mean
+        acting.append((policy(obs), network(torch.from_numpy(obs)).detach().numpy(), repr(network)))
+        return policy
+
+    monkeypatch.setattr(module, "in_numpy", acts)
+    args = small_args(module, env_id=env_id, learning_rate=0.01)
+    module.train(args)
+    assert len(acting) == 4
+    for means, expected, _ in acting:
+        np.testing.assert_allclose(means, expected, rtol=1e-5, atol=1e-5)
+    assert np.abs(acting[-1][0] - acting[0][0]).max() > 1e-3  # it has learned
+    shown = {"ReLU": "ReLU", "a third hidden layer": "(6): Linear", "layer norm": "LayerNorm"}[what]
+    assert shown in acting[0][2]
+    module.load_policy(str(folder(args)))
+
+
+@every_control
+def test_the_optimiser_s_lines_are_those_of_the_textbook(name: str) -> None:
+    source = (ROOT / f"{name}.py").read_text()
+    whose = "agent.critic.parameters()" if name == "trpo" else "agent.parameters()"
+    assert f"optimizer = torch.optim.Adam({whose}, args.learning_rate" in source
+    lines = [line.strip() for line in source.splitlines()]
+    begin = lines.index("optimizer.zero_grad()")
+    assert lines[begin + 1] == "loss.backward()" and "optimizer.step()" in lines[begin:]
+    if name != "trpo":
+        assert "nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)" in source
+
+
+@every_control
+def test_a_metric_of_one_s_own_that_is_nan_once_does_not_end_the_run(
+    name: str, small_args, tmp_path: Path, monkeypatch
+) -> None:
+    end = "        run.end_iteration(metrics)\n"
+    own = '        metrics["charts/own"] = float("nan") if iteration == 1 else iteration * 1.0\n'
+    module = edited(name, tmp_path, monkeypatch, (end, own + end))
+    args = small_args(module, checkpoint_every=1)
+    module.train(args)
+    values = logged(args, "charts/own")
+    assert values[0] == 0 and math.isnan(values[1]) and values[2:] == [2, 3]
+
+
+@every_box
+def test_a_reward_of_one_s_own_sees_the_true_successor_at_episode_ends(
+    name: str, small_args, tmp_path: Path, monkeypatch
+) -> None:
+    """The step that the observation counts: 1 + 2 + 3 + 4 + 5 an episode, where the next one's start would give 10."""
+    place = "        # A reward of your own belongs here"
+    own = "        rewards = raw_next_obs[:, 0].astype(np.float64)\n"
+    module = edited(name, tmp_path, monkeypatch, (place, own + place))
+    args = small_args(module)
+    assert module.train(args)["episodic_return"] == 15
+    assert set(logged(args, "charts/episodic_return")) == {15.0}
+
+
+# -------------------------------------------------------------------------------------------------- all scripts alike
+
+
+class Types(TorchDispatchMode):
+    """The types of all tensors that come out of any operation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[torch.dtype] = set()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = function(*args, **(kwargs or {}))
+        outputs = out if isinstance(out, tuple | list) else [out]
+        self.seen |= {x.dtype for x in outputs if isinstance(x, torch.Tensor) and x.device.type != "meta"}
+        return out
+
+
+def unwatched(function: Any) -> Any:
+    def call(*args: Any) -> Any:
+        with _disable_current_modes():
+            return function(*args)
+
+    return call
+
+
+def test_no_float64_reaches_the_device(name: str, small_args, monkeypatch) -> None:
+    """Which Apple's GPUs do not have; the simulator's observations and the statistics are of that type."""
+    module = MODULES[name]
+    changes: dict[str, Any] = {"total_episodes": 128} if name == "rlhf_ppo_gpt2" else {"total_timesteps": 128}
+    if name in BOXES:
+        changes["env_id"] = "Pendulum-v1"
+        for owner, method in ((module.RunningMeanStd, "__init__"), (module.Run, "end_iteration")):
+            monkeypatch.setattr(owner, method, unwatched(getattr(owner, method)))  # the statistics stay on the CPU
+    with Types() as types:
+        module.train(small_args(module, **changes))
+    assert torch.float32 in types.seen and torch.float64 not in types.seen
+
+
+def test_one_sample_is_a_batch(name: str, small_args, recwarn: Any) -> None:
+    """Explained variance does not exist then, and says so without a warning."""
+    module = MODULES[name]
+    small = {"batch_size": 1, "response_length": 1, "total_episodes": 4} if name == "rlhf_ppo_gpt2" else {}
+    args = small_args(module, num_minibatches=1, **(small or {"num_envs": 1, "num_steps": 1, "total_timesteps": 4}))
+    assert math.isfinite(module.train(args)["losses/value_loss"])
+    assert not [w for w in recwarn if "degrees of freedom" in str(w.message)]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("changes", [{}, {"bf16": True}, {"compile": True}], ids=["plain", "bf16", "compile"])
+@pytest.mark.parametrize("there, back", [("cuda", "cpu"), ("cpu", "cuda")])
+def test_a_run_begun_on_one_device_goes_on_on_the_other(
+    name: str, small_args, changes: dict[str, Any], there: str, back: str
+) -> None:
+    module = MODULES[name]
+    args = small_args(module, device=there, **changes)
+    metrics = module.train(args)
+    assert math.isfinite(metrics["losses/policy_loss"]) and math.isfinite(metrics["losses/value_loss"])
+    state = torch.load(folder(args) / "checkpoint.pt", weights_only=True, map_location="cpu")
+    assert state["iteration"] == 4
+    budget = BUDGET[name].removeprefix("--").replace("-", "_")
+    resumed = small_args(module, device=back, resume=str(folder(args)), **changes, **{budget: 768})
+    module.train(resumed)
+    state = torch.load(folder(args) / "checkpoint.pt", weights_only=True, map_location="cpu")
+    assert state["iteration"] == 6
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_no_cuda_leaves_the_gpu_alone(name: str, small_args) -> None:
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.max_memory_allocated()
+    MODULES[name].train(small_args(MODULES[name], cuda=False))
+    assert torch.cuda.max_memory_allocated() == before
 
 
 @pytest.mark.detail("R31")
 def test_the_logged_gold_is_the_judge_s_and_not_the_reward_model_s(small_args, monkeypatch) -> None:
-    """A judge that says 0.125 of every answer: so do training and evaluation, while the reward model says other things."""
+    """A judge that says 0.125 of every answer: so do training and evaluation, not the reward model."""
     rlhf = MODULES["rlhf_ppo_gpt2"]
     monkeypatch.setattr(rlhf.Task, "gold", lambda self, responses: torch.full((len(responses.tokens),), 0.125))
     args = small_args(rlhf, eval_every=1)
     rlhf.train(args)
-    (folder,) = Path(args.run_dir).iterdir()
-    logged = scalars(folder)
     for gold, proxy in (("charts/gold", "charts/proxy"), ("eval/gold", "eval/proxy")):
-        assert {value for _, value in logged[gold]} == {0.125} and 0.125 not in {value for _, value in logged[proxy]}
+        assert set(logged(args, gold)) == {0.125} and 0.125 not in logged(args, proxy)
