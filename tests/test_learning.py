@@ -17,7 +17,7 @@ def last_returns(folder: Path, count: int) -> float:
 
 @pytest.mark.slow
 def test_a_task_that_only_ends_by_time_limit_is_solved(tmp_path: Path) -> None:
-    """Pendulum with the README's command: about -1200 by chance; treating time limits as death does not get near -250."""
+    """Pendulum with the README's command: about -1200 by chance; with time limits as death it stays far below -250."""
     assert " ".join(README_PENDULUM) in (ROOT / "README.md").read_text()
     result = run("ppo_continuous", *README_PENDULUM, cwd=tmp_path, timeout=1500)
     assert result.returncode == 0, result.stderr
