@@ -1,6 +1,14 @@
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["numpy==2.4.6", "tensorboard==2.21.0", "torch==2.13.0", "tqdm==4.70.1", "transformers==5.24.0", "tyro==1.0.17"]
+# dependencies = [
+#     "filelock==4.3.1",
+#     "numpy==2.4.6",
+#     "tensorboard==2.21.0",
+#     "torch==2.13.0",
+#     "tqdm==4.70.1",
+#     "transformers==5.24.0",
+#     "tyro==1.0.17",
+# ]
 # ///
 """Reinforcement learning from human feedback with PPO (RLHF, arXiv:1909.08593, arXiv:2203.02155) on a GPT-2.
 
@@ -11,7 +19,7 @@
         per token: -β·log(π_old/π_ref); at the end of the answer: + r   1909.08593 eq. 2   token_rewards
         advantage estimates over tokens, whitened                       1707.06347 eq. 11  rollout
         for K epochs of minibatches: ascend L^CLIP - c1·L^VF            1707.06347 eq. 9   update, ppo_loss
-        adapt β                                                         1909.08593 §2.2    BetaController
+        adapt β                                                         1909.08593 §2.2    proportional_beta
 
     python rlhf_ppo_gpt2.py                                          the built-in task, whole, without a network
     python rlhf_ppo_gpt2.py --model gpt2 --prompts prompts.jsonl --preferences pairs.jsonl
@@ -34,23 +42,27 @@ import re
 import shutil
 import signal
 import sys
-import tempfile
 import time
+import uuid
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 import tyro
+from filelock import FileLock
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
+
+Texts = list[list[int]]  # tokens of each
+Pairs = list[tuple[list[int], list[int]]]  # (chosen, rejected)
 
 
 @dataclass
@@ -104,7 +116,7 @@ class Args:
     bf16: bool = False  # PPO's networks in bfloat16 (autocast), other matrix products in TF32
     exp_name: str = "rlhf_ppo_gpt2"  # name of the experiment, part of the folder's name
     run_dir: str = "runs"  # where run folders are made
-    checkpoint_every: int = 20  # iterations; 0 never
+    checkpoint_every: int = 20  # iterations; 0 only at the end
     eval_every: int = 10  # iterations between evaluations on held-out prompts; 0 only before and after
     resume: str | None = None  # run folder to go on with; its flags are the defaults
     evaluate: str | None = None  # run folder whose policy answers, without training
@@ -114,53 +126,7 @@ class Args:
     wandb_entity: str | None = None  # W&B team
 
 
-SMOKE = dict(sft_size=4_000, num_pairs=1_000, total_episodes=512, batch_size=64, eval_episodes=64, min_accuracy=0.5)
-
-
-# The built-in task: one-line opinions about films, in a grammar whose words fall into categories.
-WORDS = {
-    "H": "well yes", "O": "honestly overall frankly", "D": "the", "N": "film plot music acting ending", "I": "it",
-    "V": "was felt seemed looked", "G": "not never", "X": "very really quite", "C": "and but",
-    "+": "great good lovely warm clever moving fresh bright", "-": "bad dull weak cold slow boring flat ugly",
-    "0": "long short loud quiet new old",
-}  # fmt: skip
-CATEGORY = {word: category for category, words in WORDS.items() for word in words.split()}
-FOLLOWS = {  # what may come next; a dot is the end
-    "": "HODI", "H": "ODI", "O": "DI", "D": "N", "N": "V", "I": "V", "V": "GX+-0", "G": "X+-0", "X": "+-0",
-    "+": "C.", "-": "C.", "0": "C.", "C": "DIGX+-0",
-}  # fmt: skip
-
-
-def opinion(rng: random.Random) -> list[str]:
-    """A sentence of the grammar as words, each adjective used once: what people write, and so what SFT learns."""
-    words, category = list[str](), ""
-    while (category := rng.choice(FOLLOWS[category])) != ".":
-        words.append(rng.choice(WORDS[category].split()))
-    adjectives = [word for word in words if CATEGORY[word] in "+-0"]
-    return words if len(adjectives) == len(set(adjectives)) and len(words) < 24 else opinion(rng)
-
-
-def judge(text: str, ended: bool) -> float:
-    """The gold score in [-3, 3], hidden from training: what a text means, less 1 for each fault of form.
-
-    Meaning is a bounded sum over distinct adjectives, turned round by a negation and stronger by an intensifier.
-    Faults are breaks of the grammar, repeated adjectives and a missing end; people make none, so none is ever compared.
-    """
-    meaning, faults, seen, category, weight = 0.0, float(not ended), set[str](), "", 1.0
-    for word in [*text.split(), "."] if ended else text.split():
-        before, category = category, CATEGORY.get(word, word)
-        faults += category not in FOLLOWS.get(before, "")
-        weight *= {"G": -1.0, "X": 1.5}.get(category, 1.0)
-        if category in ("+", "-", "0"):
-            faults += word in seen
-            meaning += weight * {"+": 1, "-": -1, "0": 0}[category] * (word not in seen)
-            seen.add(word)
-            weight = 1.0
-    return float(np.clip(3 * np.tanh(meaning / 3) - faults, -3, 3))
-
-
-@dataclass
-class Responses:
+class Responses(NamedTuple):
     """B prompts, padded on the left to P columns, and their answers of up to R tokens."""
 
     tokens: Tensor  # int64 [B, P + R]
@@ -168,7 +134,7 @@ class Responses:
     prompt_columns: int  # P
     ended: Tensor  # bool [B], whether the last token is the end
 
-    def texts(self) -> list[list[int]]:
+    def texts(self) -> Texts:
         """Prompt and response together [R1], without padding."""
         return [row[real].tolist() for row, real in zip(self.tokens, self.mask, strict=True)]
 
@@ -181,17 +147,18 @@ class Responses:
         return self.mask[:, self.prompt_columns :]
 
     def rows(self, index: Tensor) -> Responses:
-        """Some of them, without columns that are padding in all; prompts lose some on the left, answers on the right."""
+        """Some of them, without columns that are padding in all: of prompts on the left, of answers on the right."""
         mask = self.mask[index]
         used = mask.any(0).nonzero()
-        cut = slice(int(used[0]), int(used[-1]) + 1)
-        return Responses(self.tokens[index, cut], mask[:, cut], self.prompt_columns - cut.start, self.ended[index])
+        first, end = int(used[0]), int(used[-1]) + 1
+        tokens = self.tokens[index, first:end]
+        return Responses(tokens, mask[:, first:end], self.prompt_columns - first, self.ended[index])
 
 
 def attention_inputs(mask: Tensor) -> dict[str, Tensor]:
     """What a GPT-2 must be told about padding: whom each token may see, and its position among real tokens [R4]."""
-    causal = torch.ones(mask.shape[1], mask.shape[1], dtype=torch.bool, device=mask.device).tril()
     itself = torch.eye(mask.shape[1], dtype=torch.bool, device=mask.device)  # or padding would attend to nothing: NaN
+    causal = torch.ones_like(itself).tril()
     visible = (causal & mask[:, None, :]) | itself
     return {"attention_mask": visible[:, None], "position_ids": (mask.long().cumsum(1) - 1).clamp(min=0)}
 
@@ -199,19 +166,26 @@ def attention_inputs(mask: Tensor) -> dict[str, Tensor]:
 def hidden_states(model: Any, tokens: Tensor, mask: Tensor, bf16: bool = False) -> Tensor:
     """The last layer [B, T, d] of a GPT-2's trunk over tokens and mask [B, T]; 0 where no token is.
 
-    Padding costs as much as text, so several texts share a row, each seeing itself alone, as it would in a row of its own.
+    Padding costs as much as text, so several texts share a row, each seeing itself alone. Of T = 4, two in a row:
+
+        tokens  . . a b    ->    packed  a b c d e    positions  0 1 0 1 2    texts  1 1 2 2 2
+                . c d e
     """
     text = torch.arange(len(mask), device=mask.device)[:, None].expand_as(mask)[mask]  # of each real token
     row = text // max(1, 256 // mask.shape[1])
     place = torch.arange(len(row), device=row.device) - torch.searchsorted(row, row)  # within its row
-    packed = torch.zeros(3, int(row[-1]) + 1, int(place.max()) + 1, dtype=torch.long, device=mask.device)
-    packed[:, row, place] = torch.stack([tokens[mask], (mask.cumsum(1) - 1)[mask], text + 1])  # [R4]
-    together = packed[2][:, :, None] == packed[2][:, None, :]
+    size = int(row[-1]) + 1, int(place.max()) + 1
+    packed, positions, texts = torch.zeros(3, *size, dtype=torch.long, device=mask.device)
+    packed[row, place] = tokens[mask]
+    positions[row, place] = (mask.cumsum(1) - 1)[mask]  # [R4]
+    texts[row, place] = text + 1
+    together = texts[:, :, None] == texts[:, None, :]
+    causal = together.tril()[:, None]
     with torch.autocast(tokens.device.type, torch.bfloat16, enabled=bf16):
-        causal = together.tril()[:, None]
-        trunk = model.transformer(packed[0], position_ids=packed[1], attention_mask=causal, use_cache=False)
-    states = trunk.last_hidden_state.new_zeros(*mask.shape, trunk.last_hidden_state.shape[-1])
-    states[mask] = trunk.last_hidden_state[row, place]
+        trunk = model.transformer(packed, position_ids=positions, attention_mask=causal, use_cache=False)
+    last = trunk.last_hidden_state
+    states = last.new_zeros(*mask.shape, last.shape[-1])
+    states[mask] = last[row, place]
     return states.float()
 
 
@@ -220,21 +194,27 @@ def read_score(model: Any, states: Tensor) -> Tensor:
     return model.score(states).squeeze(-1) * model.config.reward_gain + model.config.reward_bias
 
 
-def reward_scores(model: nn.Module, tokens: Tensor, mask: Tensor, bf16: bool = False) -> Tensor:
-    """The reward model's r(x, y) [B]: it reads prompt and response together [R1], the score is at the last token [R10]."""
-    last = (mask * torch.arange(1, mask.shape[1] + 1, device=mask.device)).argmax(1)
-    return read_score(model, hidden_states(model, tokens, mask, bf16)[torch.arange(len(last)), last])
+def reward_scores(model: Any, tokens: Tensor, mask: Tensor, bf16: bool = False) -> Tensor:
+    """The reward model's r(x, y) [B]: it reads prompt and response [R1], and the score is at the last token [R10]."""
+    columns = torch.arange(1, mask.shape[1] + 1, device=mask.device)
+    last = (mask * columns).argmax(1)
+    states = hidden_states(model, tokens, mask, bf16)
+    return read_score(model, states[torch.arange(len(last)), last])
 
 
 class Agent(nn.Module):
     """The policy and its value function: a copy of the reward model, or a zero head on the policy's trunk [R20]."""
 
-    def __init__(self, policy: Any, value: nn.Module | None, bf16: bool = False):
+    def __init__(self, policy: Any, value: nn.Module | None, bf16: bool = False, beta: float = 0.15):
         super().__init__()
-        self.policy, self.bf16 = policy, bf16
-        self.shared, self.value = value is None, value or nn.Linear(policy.config.n_embd, 1).to(policy.device)
-        for parameter in self.value.parameters() if self.shared else ():
-            nn.init.zeros_(parameter)
+        self.bf16 = bf16
+        self.policy = policy
+        self.shared = value is None
+        self.value = value or nn.Linear(policy.config.n_embd, 1)
+        if self.shared:
+            for parameter in self.value.parameters():
+                nn.init.zeros_(parameter)
+        self.beta = nn.Buffer(torch.tensor(beta))  # here so that checkpoints hold it
 
     def forward(self, responses: Responses) -> tuple[Tensor, Tensor]:
         """Policy states [B, R, d] and values [B, R] from which each response token was, or is to be, chosen."""
@@ -265,22 +245,26 @@ def token_logprobs(policy: Any, states: Tensor, actions: Tensor, temperature: fl
 
     size = max(1, 2**24 // policy.config.vocab_size)
     pairs = zip(states.split(size), actions.split(size), strict=True)
-    logprobs, entropy = torch.cat([checkpoint(piece, s, a, use_reentrant=False) for s, a in pairs], 1)
+    logprobs, entropy = torch.cat([checkpoint(piece, *pair, use_reentrant=False) for pair in pairs], 1)
     return logprobs, entropy.detach()
 
 
 @torch.no_grad()
-def sample_responses(policy: Any, prompts: list[list[int]], length: int, temperature: float, eos: int,
-                     bf16: bool = False) -> tuple[Responses, Tensor]:  # fmt: skip
-    """Answer each prompt with up to `length` tokens drawn from softmax(logits / T), whole [R14]; the end stops it [R16].
+def sample_responses(
+    policy: Any, prompts: Texts, length: int, temperature: float, eos: int, bf16: bool = False
+) -> tuple[Responses, Tensor]:
+    """Answer each prompt with up to `length` tokens drawn from softmax(logits / T), whole [R14], or to the end [R16].
 
     Returns the responses and the log-probabilities [B, R] with which their tokens were drawn.
     """
-    tokens, mask = pad_left(prompts, policy.device)
-    inputs, cache, columns = attention_inputs(mask), None, tokens.shape[1]
-    step, rows = tokens, torch.arange(len(tokens), device=tokens.device)
-    tokens, mask = (nn.functional.pad(x, (0, length)) for x in (tokens, mask))
+    step, known = pad_left(prompts, policy.device)
+    inputs = attention_inputs(known)
+    columns = step.shape[1]
+    rows = torch.arange(len(step), device=step.device)  # those that go on
+    tokens = nn.functional.pad(step, (0, length))
+    mask = nn.functional.pad(known, (0, length))
     logprobs = torch.zeros(len(tokens), length, device=tokens.device)
+    cache = None
     for column in range(columns, columns + length):
         with torch.autocast(tokens.device.type, torch.bfloat16, enabled=bf16):
             out = policy.transformer(step, cache=cache, use_cache=True, **inputs)
@@ -288,12 +272,14 @@ def sample_responses(policy: Any, prompts: list[list[int]], length: int, tempera
         logp = log_softmax(policy, out.last_hidden_state[:, -1].float(), temperature)
         require_finite(logp[:, 0], "a log-probability of the policy")
         step = torch.multinomial(logp.exp(), 1)
-        tokens[rows, column], mask[rows, column] = step[:, 0], True
+        tokens[rows, column] = step[:, 0]
+        mask[rows, column] = True
         logprobs[rows, column - columns] = logp.gather(1, step)[:, 0]
         going = (step[:, 0] != eos).nonzero()[:, 0]
         if len(going) < len(rows):  # who has ended leaves the batch
             cache.batch_select_indices(going)
-            rows, step = rows[going], step[going]
+            rows = rows[going]
+            step = step[going]
         if not len(rows):
             break
         seen = mask[rows, : column + 1]
@@ -303,12 +289,13 @@ def sample_responses(policy: Any, prompts: list[list[int]], length: int, tempera
     return Responses(tokens[:, :end], mask[:, :end], columns, ended), logprobs[:, : end - columns]
 
 
-def sft_loss(policy: Any, texts: list[list[int]]) -> Tensor:
+def sft_loss(policy: Any, texts: Texts) -> Tensor:
     """Mean cross-entropy of each next token, the end included, padding not [R13]; a scalar."""
     tokens, mask = pad_left(texts, policy.device)
     known = mask[:, :-1]  # padding lies on the left: whoever is real has a real successor
     states = hidden_states(policy, tokens, mask)[:, :-1]
-    return -token_logprobs(policy, states[known], tokens[:, 1:][known], 1.0)[0].mean()
+    logprobs, _ = token_logprobs(policy, states[known], tokens[:, 1:][known], 1.0)
+    return -logprobs.mean()
 
 
 def preference_loss(chosen: Tensor, rejected: Tensor) -> Tensor:
@@ -317,7 +304,7 @@ def preference_loss(chosen: Tensor, rejected: Tensor) -> Tensor:
 
 
 def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
-    """Mean of x where the mask, of the same shape, is true, over all processes; what lies elsewhere, NaN too, stays out."""
+    """Mean of x where the mask, of the same shape, is true, over all processes; what lies elsewhere stays out."""
     total, count = global_mean(torch.stack([x[mask].sum(), mask.sum().to(x.dtype)]))
     return total / count
 
@@ -329,15 +316,22 @@ def masked_whiten(x: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
     return torch.where(mask, white if shift_mean else white + mean, 0.0)
 
 
-def token_rewards(scores: Tensor, logprobs: Tensor, ref_logprobs: Tensor, real: Tensor, beta: float) -> Tensor:
+def token_rewards(scores: Tensor, logprobs: Tensor, ref_logprobs: Tensor, real: Tensor, beta: Tensor) -> Tensor:
     """-β·(log π - log π_ref) at each real token, and the score [B] at the last one [R21] (1909.08593 eq. 2); [B, R]."""
     rewards = torch.where(real, -beta * (logprobs - ref_logprobs), 0.0)
     rewards[torch.arange(len(scores)), real.sum(1) - 1] += scores
     return rewards
 
 
-def compute_gae(rewards: Tensor, values: Tensor, next_values: Tensor, terminations: Tensor, dones: Tensor, gamma: float,
-                gae_lambda: float) -> tuple[Tensor, Tensor]:  # fmt: skip
+def compute_gae(
+    rewards: Tensor,
+    values: Tensor,
+    next_values: Tensor,
+    terminations: Tensor,
+    dones: Tensor,
+    gamma: float,
+    gae_lambda: float,
+) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation [5] (arXiv:1506.02438, eq. 16) and the TD(λ) targets of the value.
 
     All are [T, N]. `next_values[t]` is V of the state that step t led to: at an episode end the final observation, not
@@ -345,59 +339,92 @@ def compute_gae(rewards: Tensor, values: Tensor, next_values: Tensor, terminatio
     """
     deltas = rewards + gamma * next_values * (1 - terminations) - values
     decays = gamma * gae_lambda * (1 - dones)  # 0 cuts the sum at every episode end
-    advantages, running = torch.empty_like(deltas), torch.zeros_like(deltas[0])
+    advantages = torch.empty_like(deltas)
+    running = torch.zeros_like(deltas[0])
     for t in reversed(range(len(deltas))):
-        advantages[t] = running = deltas[t] + decays[t] * running
+        running = deltas[t] + decays[t] * running
+        advantages[t] = running
     return advantages, advantages + values
 
 
-@torch.no_grad()
-def rollout(args: Args, agent: Agent, reference: Any, score: Callable[[Responses], Tensor], prompts: list[list[int]],
-            eos: int, beta: float) -> tuple[Responses, Tensor, dict[str, Tensor]]:  # fmt: skip
-    """Answer the prompts, judge the answers, estimate advantages.
+class Rollout(NamedTuple):
+    """Answers and what the update needs of them."""
 
-    Returns the responses, what the update needs of them [4, B, R] (log-probabilities, advantages, returns, values, in
-    that order, 0 where no token is), and figures [B] of each response. `score` gives r(x, y) [B].
-    """
-    responses, _ = sample_responses(agent.policy, prompts, args.response_length, args.temperature, eos, args.bf16)
-    real = responses.real
-    logprobs, ref_logprobs, exact_kl, values = per_token = torch.zeros(4, *real.shape, device=real.device)
-    for index in torch.arange(len(real), device=real.device).split(args.micro_batch_size or len(real)):
-        part = responses.rows(index)
-        states, part_values = agent(part)
-        ref_states = hidden_states(reference, part.tokens, part.mask, args.bf16)[:, part.prompt_columns - 1 : -1]
-        compared = compare(agent.policy, reference, states[part.real], ref_states[part.real],
-                           part.actions[part.real], args.temperature)  # fmt: skip
-        wide = torch.zeros(4, len(index), real.shape[1], device=real.device)
-        wide[:, :, : part.real.shape[1]][:, part.real] = torch.cat([compared, part_values[part.real][None]])
-        per_token[:, index] = wide
-    raw_scores = score(responses)
-    require_finite(raw_scores, "a score of the reward model")
-    scores = raw_scores - args.missing_eos_penalty * ~responses.ended  # [R17]
-    rewards = token_rewards(scores, logprobs, ref_logprobs, real, beta)
-    rewards = masked_whiten(rewards, real, shift_mean=False) if args.whiten_rewards else rewards  # [R23]
-    next_values = nn.functional.pad(values[:, 1:], (0, 1))  # 0 after the last token [R24]
-    ends = 1.0 - nn.functional.pad(real[:, 1:], (0, 1)).float()
-    gae = compute_gae(rewards.T, values.T, next_values.T, ends.T, ends.T, args.gamma, args.gae_lambda)
-    advantages, returns = masked_whiten(gae[0].T, real), gae[1].T  # [R25] whitened once the returns are made
-    logratio = logprobs - ref_logprobs  # the KL's estimators k1, k2, k3: means over samples of π
-    figures = {
-        "proxy": raw_scores, "score": scores, "length": real.sum(1).float(), "ended": responses.ended.float(),
-        "kl/ref": logratio.sum(1), "kl/ref_k2": 0.5 * logratio.square().sum(1),
-        "kl/ref_k3": ((-logratio).exp() - 1 + logratio).sum(1), "kl/ref_exact": exact_kl.sum(1),
-        "return": scores - beta * logratio.sum(1),
-    }  # fmt: skip
-    return responses, torch.stack([logprobs, advantages, returns, values]), figures
+    responses: Responses
+    sampled: Tensor  # the log-probabilities [B, R] with which tokens were drawn
+    per_token: dict[str, Tensor]  # logprobs, advantages, returns and values [B, R], 0 where no token is
+    figures: dict[str, Tensor]  # what a run logs the mean of: tag -> [B], one of each response
 
 
-def compare(policy: Any, reference: Any, states: Tensor, ref_states: Tensor, actions: Tensor, temperature: float) -> Tensor:  # fmt: skip
-    """log π(a|s), log π_ref(a|s) and the exact KL(π(·|s)‖π_ref(·|s)) over all tokens; states [n, d], actions [n]; [3, n]."""
-    parts, size = list[Tensor](), max(1, 2**24 // policy.config.vocab_size)
+def compare(
+    policy: Any, reference: Any, states: Tensor, ref_states: Tensor, actions: Tensor, temperature: float
+) -> dict[str, Tensor]:
+    """log π(a|s), log π_ref(a|s) and the exact KL(π(·|s)‖π_ref(·|s)), each [n]; states [n, d], actions [n]."""
+    parts = []
+    size = max(1, 2**24 // policy.config.vocab_size)
     for s, ref_s, a in zip(states.split(size), ref_states.split(size), actions.split(size), strict=True):
-        logp, ref_logp = log_softmax(policy, s, temperature), log_softmax(reference, ref_s, temperature)
+        logp = log_softmax(policy, s, temperature)
+        ref_logp = log_softmax(reference, ref_s, temperature)
         taken = [x.gather(-1, a[:, None]).squeeze(-1) for x in (logp, ref_logp)]
         parts.append(torch.stack([*taken, (logp.exp() * (logp - ref_logp)).sum(-1)]))
-    return torch.cat(parts, 1)
+    return dict(zip(("logprobs", "ref_logprobs", "exact_kl"), torch.cat(parts, 1), strict=True))
+
+
+def score_tokens(args: Args, agent: Agent, reference: Any, responses: Responses) -> dict[str, Tensor]:
+    """What `compare` gives, and values, of each token of the responses: [B, R], 0 where no token is."""
+    real = responses.real
+    parts = []
+    for index in torch.arange(len(real), device=real.device).split(args.micro_batch_size or len(real)):
+        part = responses.rows(index)
+        states, values = agent(part)
+        ref_states = hidden_states(reference, part.tokens, part.mask, args.bf16)[:, part.prompt_columns - 1 : -1]
+        both = states[part.real], ref_states[part.real]
+        compared = compare(agent.policy, reference, *both, part.actions[part.real], args.temperature)
+        parts.append(compared | {"values": values[part.real]})
+    empty = torch.zeros(real.shape, device=real.device)
+    return {name: empty.masked_scatter(real, torch.cat([part[name] for part in parts])) for name in parts[0]}
+
+
+@torch.no_grad()
+def rollout(
+    args: Args,
+    agent: Agent,
+    reference: Any,
+    score: Callable[[Responses], Tensor],
+    prompts: Texts,
+    eos: int,
+) -> Rollout:
+    """Answer the prompts, judge the answers, estimate advantages; `score` gives r(x, y) [B]."""
+    sampling = args.response_length, args.temperature, eos, args.bf16
+    responses, sampled = sample_responses(agent.policy, prompts, *sampling)
+    real = responses.real
+    tokens = score_tokens(args, agent, reference, responses)
+    logprobs, ref_logprobs, values = tokens["logprobs"], tokens["ref_logprobs"], tokens["values"]
+    raw_scores = score(responses)
+    require_finite(raw_scores, "a score of the reward model")
+    scores = torch.where(responses.ended, raw_scores, raw_scores - args.missing_eos_penalty)  # [R17]
+    rewards = token_rewards(scores, logprobs, ref_logprobs, real, agent.beta)
+    if args.whiten_rewards:
+        rewards = masked_whiten(rewards, real, shift_mean=False)  # [R23]
+    next_values = nn.functional.pad(values[:, 1:], (0, 1))  # 0 after the last token [R24]
+    ends = 1.0 - nn.functional.pad(real[:, 1:], (0, 1)).float()
+    outcome = rewards.T, values.T, next_values.T, ends.T, ends.T
+    advantages, returns = (x.T for x in compute_gae(*outcome, args.gamma, args.gae_lambda))
+    white = masked_whiten(advantages, real)  # [R25] once the returns are made
+    per_token = {"logprobs": logprobs, "advantages": white, "returns": returns, "values": values}
+    logratio = logprobs - ref_logprobs  # the KL's estimators k1, k2, k3: means over samples of π
+    figures = {
+        "charts/proxy": raw_scores,
+        "charts/score": scores,
+        "charts/episodic_return": scores - agent.beta * logratio.sum(1),
+        "charts/episodic_length": real.sum(1).float(),
+        "charts/ended": responses.ended.float(),
+        "kl/ref": logratio.sum(1),
+        "kl/ref_k2": 0.5 * logratio.square().sum(1),
+        "kl/ref_k3": ((-logratio).exp() - 1 + logratio).sum(1),
+        "kl/ref_exact": tokens["exact_kl"].sum(1),
+    }
+    return Rollout(responses, sampled, per_token, figures)
 
 
 def minibatches(size: int, count: int, epochs: int, device: torch.device) -> Iterator[Tensor]:
@@ -408,8 +435,9 @@ def minibatches(size: int, count: int, epochs: int, device: torch.device) -> Ite
 
 def clipped_surrogate_loss(logratio: Tensor, advantages: Tensor, clip_coef: float) -> Tensor:
     """-L^CLIP [8] (eq. 7) of logratio = log π(a|s) - log π_old(a|s) and advantages, both [B]; a scalar."""
-    ratio = logratio.exp()  # the min drops the gradient only beyond ε in the helpful direction, never on the way back
-    return -torch.min(ratio * advantages, ratio.clamp(1 - clip_coef, 1 + clip_coef) * advantages).mean()
+    ratio = logratio.exp()
+    clipped = ratio.clamp(1 - clip_coef, 1 + clip_coef)
+    return -torch.min(ratio * advantages, clipped * advantages).mean()
 
 
 def value_loss(new_values: Tensor, old_values: Tensor, returns: Tensor, clip_coef: float | None) -> Tensor:
@@ -421,64 +449,83 @@ def value_loss(new_values: Tensor, old_values: Tensor, returns: Tensor, clip_coe
     return 0.5 * errors.mean()
 
 
-def ppo_loss(args: Args, agent: Agent, responses: Responses, per_token: Tensor) -> tuple[Tensor, Tensor]:
-    """-L^CLIP + c1·L^VF [R27] (1707.06347 eq. 9) over the real tokens, which alone are looked at, and STATS [R30].
+def ppo_loss(
+    args: Args, agent: Agent, responses: Responses, per_token: dict[str, Tensor]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """-L^CLIP + c1·L^VF [R27] (1707.06347 eq. 9) over the real tokens, which alone count, and debug variables.
 
-    `per_token` [4, B, R] is as `rollout` returns it.
+    `per_token` is as `rollout` returns it. Means of -log r and r - 1 - log r estimate KL(π_old‖π) [R30].
     """
     real = responses.real
-    logprobs, advantages, returns, values = per_token[:, :, : real.shape[1]][:, real]  # [n] each
+    old = {name: x[:, : real.shape[1]][real] for name, x in per_token.items()}  # [n]
     states, new_values = agent(responses)
     new_logprobs, entropy = token_logprobs(agent.policy, states[real], responses.actions[real], args.temperature)
-    logratio = new_logprobs - logprobs
-    policy_loss = clipped_surrogate_loss(logratio, advantages, args.clip_coef)
-    v_loss = value_loss(new_values[real], values, returns, args.clip_coef if args.clip_vloss else None)
-    loss = policy_loss + args.vf_coef * v_loss
-    with torch.no_grad():  # KL(π_old‖π) is estimated by the means of -log r and of (r - 1) - log r, which is never < 0
-        clipfrac = (logratio.expm1().abs() > args.clip_coef).float().mean()
-        kls = -logratio.mean(), (logratio.expm1() - logratio).mean()
-        return loss, torch.stack([v_loss, policy_loss, entropy.mean(), *kls, clipfrac])
+    logratio = new_logprobs - old["logprobs"]
+    policy_loss = clipped_surrogate_loss(logratio, old["advantages"], args.clip_coef)
+    clip_coef = args.clip_coef if args.clip_vloss else None
+    v_loss = value_loss(new_values[real], old["values"], old["returns"], clip_coef)
+    stats = {
+        "losses/value_loss": v_loss,
+        "losses/policy_loss": policy_loss,
+        "losses/entropy": entropy.mean(),
+        "losses/clipfrac": (logratio.expm1().abs() > args.clip_coef).float().mean(),
+        "kl/old_k1": -logratio.mean(),
+        "kl/old": (logratio.expm1() - logratio).mean(),
+    }
+    return policy_loss + args.vf_coef * v_loss, {name: x.detach() for name, x in stats.items()}
 
 
-def update(args: Args, agent: Agent, optimizer: torch.optim.Optimizer, loss_fn: Callable[..., tuple[Tensor, Tensor]],
-           responses: Responses, per_token: Tensor) -> tuple[list[Tensor], int, int]:  # fmt: skip
-    """K epochs over the responses [R26]; returns the STATS of each minibatch, the steps taken and the steps skipped."""
-    history, skipped = list[Tensor](), 0
-    group, parameters = optimizer.param_groups[0], list(agent.parameters())
-    for index in minibatches(len(responses.tokens), args.num_minibatches, args.update_epochs, per_token.device):
+def update(
+    args: Args,
+    agent: Agent,
+    optimizer: torch.optim.Optimizer,
+    loss_fn: Callable[..., tuple[Tensor, dict[str, Tensor]]],
+    responses: Responses,
+    per_token: dict[str, Tensor],
+) -> tuple[list[dict[str, Tensor]], int]:
+    """K epochs over the responses [R26]; returns the debug variables of each minibatch and how many were skipped."""
+    history = []
+    skipped = 0
+    group = optimizer.param_groups[0]
+    for index in minibatches(len(responses.tokens), args.num_minibatches, args.update_epochs, agent.beta.device):
         tokens = global_mean(responses.real[index].sum().float())  # so that each counts the same, wherever it is
         optimizer.zero_grad()
-        stats = torch.zeros(len(STATS), device=per_token.device)
+        stats: dict[str, Any] = {}
         for micro in index.split(args.micro_batch_size or len(index)):  # only accumulates [R26]
             part = responses.rows(micro)
-            loss, part_stats = loss_fn(args, agent, part, per_token[:, micro])
+            loss, part_stats = loss_fn(args, agent, part, {name: x[micro] for name, x in per_token.items()})
             share = part.real.sum() / tokens
             (loss * share).backward()
-            stats += part_stats.detach() * share
-        stats = global_mean(stats)
-        if args.target_kl is not None and stats[4] > 1.5 * args.target_kl:
-            break  # [S3] before the step that would go on
+            stats = {name: stats.get(name, 0) + x * share for name, x in part_stats.items()}
+        stats = {name: global_mean(x) for name, x in stats.items()}
         average_gradients(agent)
-        norm = nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)  # [11]
-        if not (norm.isfinite() and stats.isfinite().all()):
+        norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)  # [11]
+        if not torch.stack([norm, *stats.values()]).isfinite().all():
             skipped += 1
             continue
+        history.append(stats)
+        if args.target_kl is not None and stats["kl/old"] > 1.5 * args.target_kl:
+            break  # [S3] before the step that would go on
         group["steps"] = group.get("steps", 0) + 1  # a checkpoint keeps it, too
         group["eps"] = args.adam_eps / (1 - group["betas"][1] ** group["steps"]) ** 0.5  # [R29]
         optimizer.step()
-        history.append(stats)
-    return history, len(history), skipped
+    return history, skipped
 
 
 def update_beta(beta: float, kl: float, target_kl: float) -> float:
-    """β of the next iteration (§4): half if KL < target / 1.5, double if KL > 1.5 target; kept within [1e-4, 1e4], 0 stays."""
-    factor = 0.5 if kl < target_kl / 1.5 else 2.0 if kl > 1.5 * target_kl else 1.0
-    return min(max(beta * factor, 1e-4), 1e4) if beta else 0.0
+    """β of the next iteration (§4): half if KL < target / 1.5, double if KL > 1.5 target; in [1e-4, 1e4], 0 stays."""
+    if kl < target_kl / 1.5:
+        beta = beta / 2
+    elif kl > 1.5 * target_kl:
+        beta = beta * 2
+    return min(max(beta, 1e-4), 1e4) if beta else 0.0
 
 
 def proportional_beta(beta: float, kl: float, target_kl: float, horizons: float) -> float:
-    """β(1 + e·`horizons`) with e = KL / target - 1 within ±0.2 [R22] (1909.08593 §2.2), kept as above; `horizons` is n / horizon ≤ 1."""
-    return min(max(beta * (1 + min(max(kl / target_kl - 1, -0.2), 0.2) * horizons), 1e-4), 1e4) if beta else 0.0
+    """β(1 + e·`horizons`) with e = KL / target - 1 within ±0.2 [R22] (1909.08593 §2.2); `horizons` is n / horizon."""
+    error = min(max(kl / target_kl - 1, -0.2), 0.2)
+    beta = beta * (1 + error * horizons)
+    return min(max(beta, 1e-4), 1e4) if beta else 0.0
 
 
 def train_reward_model(args: Args, task: Task, reference: Any) -> Any:
@@ -487,7 +534,8 @@ def train_reward_model(args: Args, task: Task, reference: Any) -> Any:
     nn.init.normal_(model.score.weight, std=(model.config.n_embd + 1) ** -0.5)  # [R8]; it has no bias
     pairs = task.pairs or annotate(args, task, reference)
     pairs = random.sample(pairs, len(pairs))  # files may be sorted
-    held_out, rest = pairs[: -(-len(pairs) // 10)], pairs[-(-len(pairs) // 10) :]
+    tenth = -(-len(pairs) // 10)
+    held_out, rest = pairs[:tenth], pairs[tenth:]
     loss = lambda batch: (preference_loss(*pair_scores(model, batch)), len(batch))
     fit(args, model, loss, rest, args.reward_learning_rate)
     model.config.reward_model_accuracy = accuracy(model, held_out)  # [R12]
@@ -495,171 +543,146 @@ def train_reward_model(args: Args, task: Task, reference: Any) -> Any:
 
 
 def train(args: Args) -> dict[str, float]:
-    """The three stages; returns the last metrics. Raises UsageError before anything is written, and by the self-check."""
+    """The three stages; returns the last metrics. Raises UsageError, also by the self-check, and RunError."""
     device = start(args)
     task, policy = load_task(args, device)
-    run = Run(args, device)
-    reference = run.stage("sft", lambda: fine_tune(args, task, policy), task)
-    reward_model = run.stage("reward_model", lambda: make_reward_model(args, task, reference), task)
+    run = Run(args, device, task.tokenizer)
+
+    # Fine-tune the reference, fit the reward model
+    reference = run.stage("sft", "loss", lambda: fine_tune(args, task, policy))
+    reward_model = run.stage("reward_model", "accuracy", lambda: make_reward_model(args, task, reference))
     agent = make_agent(args, reference, reward_model)
     for frozen in (reference, reward_model):
         frozen.requires_grad_(False)  # [R19]
-    optimizer = torch.optim.Adam(agent.parameters(), args.learning_rate, eps=args.adam_eps, fused=True)  # [3] [R28]
-    leash = Leash(args.beta)
-    run.restore(agent=agent, optimizer=optimizer, leash=leash)
     score = lambda responses: reward_scores(reward_model, responses.tokens, responses.mask, args.bf16)
-    run.compile(agent)
-    judged = lambda: measure(args, task, agent, reference, score)
-    if not run.first:
+
+    # Go on where a checkpoint is, or look at what PPO starts from
+    optimizer = torch.optim.Adam(agent.parameters(), args.learning_rate, eps=args.adam_eps, fused=True)  # [3] [R28]
+    run.begin(agent=agent, optimizer=optimizer)
+    if run.first == 0:
         self_check(args, task, agent, reference, reward_model, score)
         best_of_n(args, run, task, reference, score)
-        run.report(0, judged())
+        run.report(0, measure(args, task, agent, reference, score))
 
     for iteration in range(run.first, run.last):
         reseed(args.seed, iteration)
-        optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - args.anneal_lr * iteration / run.last)  # [4]
-        prompts = prompt_batch(task.prompts, iteration, args.batch_size, args.seed)
+        if args.anneal_lr:
+            optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - iteration / run.last)  # [4]
+
+        # Answer prompts, estimate advantages
         begin = time.time()
-        responses, per_token, figures = rollout(args, agent, reference, score, prompts, task.eos, leash.beta)
+        prompts = prompt_batch(task.prompts, iteration, args.batch_size, args.seed)
+        answered = rollout(args, agent, reference, score, prompts, task.eos)
+
+        # Update policy and value
         middle = time.time()
-        history, updates, skipped = update(args, agent, optimizer, ppo_loss, responses, per_token)
+        history, skipped = update(args, agent, optimizer, ppo_loss, answered.responses, answered.per_token)
         end = time.time()
-        figures |= {"gold": task.gold(responses).to(device)} if task.judge else {}  # [R31] to look at, no more
-        metrics = dict(zip(STATS, torch.stack(history or [torch.full((len(STATS),), np.nan)]).mean(0), strict=True))
-        for name, values in figures.items():
-            mean, square = global_mean(torch.stack([values.mean(), values.square().mean()]))
-            metrics[TAGS.get(name, name)] = mean
-            if name.startswith("kl/"):
-                metrics[f"{name}_se"] = ((square - mean.square()).clamp(min=0) / args.batch_size).sqrt()
-        _, _, returns, values = per_token[:, responses.real]
-        metrics["losses/explained_variance"] = 1 - (returns - values).var(correction=0) / returns.var(correction=0)
-        tokens = float(responses.real.sum())
-        metrics |= {"charts/beta": leash.beta, "charts/updates": updates, "charts/skipped_updates": skipped,
-                    "charts/rollout_tokens_per_second": WORLD * tokens / (middle - begin),
-                    "charts/update_tokens_per_second": WORLD * tokens * (updates + skipped) / args.num_minibatches / (end - middle)}  # fmt: skip
-        leash.adapt(args, float(metrics["kl/ref"]))
-        if iteration + 1 == run.last or (args.eval_every and (iteration + 1) % args.eval_every == 0):
-            run.report(iteration + 1, judged())
+        if not history:
+            raise RunError("no gradient of an iteration is finite; lower the learning rates")
+
+        # Log, adapt β and save
+        if task.judge:
+            answered.figures["charts/gold"] = task.gold(answered.responses).to(device)  # [R31] to look at, no more
+        metrics = summarize(answered, history)
+        metrics["charts/beta"] = agent.beta.clone()
+        metrics["charts/minibatches"] = len(history)
+        metrics["charts/skipped_updates"] = skipped
+        tokens = WORLD * int(answered.responses.real.sum())
+        epochs = (len(history) + skipped) / args.num_minibatches
+        metrics["charts/rollout_tokens_per_second"] = tokens / (middle - begin)
+        metrics["charts/update_tokens_per_second"] = tokens * epochs / (end - middle)
+        kl = float(metrics["kl/ref"])
+        if args.beta_controller == "proportional":
+            horizons = args.batch_size / args.kl_horizon
+            agent.beta.fill_(proportional_beta(agent.beta.item(), kl, args.kl_target, horizons))
+        elif args.beta_controller == "doubling":
+            agent.beta.fill_(update_beta(agent.beta.item(), kl, args.kl_target))
+        if iteration + 1 == run.last or (iteration + 1) % run.eval_every == 0:
+            run.report(iteration + 1, measure(args, task, agent, reference, score))
         run.end_iteration(metrics)
-    return run.finish(agent.policy, task)
+    return run.finish()
 
 
-# ------------------------------------------------------------------------------------------------------------ Plumbing
+# ---------------------------------------------------------------------------------------------------------------- Task
 
-RANK, WORLD, LOCAL_RANK = (int(os.environ.get(k, d)) for k, d in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
-STATS = "losses/value_loss losses/policy_loss losses/entropy kl/old_k1 kl/old losses/clipfrac".split()
-TAGS = {k: f"charts/{k}" for k in ("proxy", "score", "gold", "ended")}
-TAGS |= {"return": "charts/episodic_return", "length": "charts/episodic_length"}
-EVALUATED = "gold proxy kl/ref kl/ref_exact length ended".split()
-POSITIVE = """prompt_length response_length temperature sft_size num_pairs fit_batch_size batch_size num_minibatches
-    micro_batch_size update_epochs adam_eps max_grad_norm target_kl kl_target kl_horizon eval_episodes""".split()
-FRACTIONS = "gamma gae_lambda min_accuracy".split()
-PACKAGES = {"track": "wandb"}  # what a flag needs
-MAY_CHANGE = """total_episodes device cuda checkpoint_every eval_every resume evaluate eval_episodes self_check min_accuracy
-    track
-    wandb_project_name wandb_entity""".split()  # with --resume; any other would make it another run
-
-
-class UsageError(Exception):
-    """A wrong flag, environment or file, in one sentence that says what to do; `main` exits with status 2."""
-
-
-def require(condition: object, sentence: str) -> None:
-    if not condition:
-        raise UsageError(sentence)
-
-
-def require_finite(x: Tensor, what: str) -> None:
-    if not x.isfinite().all():
-        raise FloatingPointError(f"{what} is not finite; lower the learning rates")
-
-
-def check_args(args: Args) -> None:
-    """Raises UsageError for flags that cannot work."""
-    for name, value in vars(args).items():
-        flag = f"--{name.replace('_', '-')} {value}"
-        if isinstance(value, int | float):
-            require(0 <= value < float("inf"), f"{flag} must be a number that is finite and not negative")
-            require(value > 0 or name not in POSITIVE, f"{flag} must be greater than 0")
-            require(value <= 1 or name not in FRACTIONS, f"{flag} must lie in [0, 1]")
-        package = PACKAGES.get(name) if value else None
-        package = "datasets" if str(value).startswith("hf:") else package
-        require(not package or find_spec(package), f"{flag} needs a package: pip install {package}")
-    require(args.seed < 2**63, f"--seed {args.seed} must be below 2^63")
-    if args.model:
-        require(args.prompts, "--model needs --prompts FILE to answer")
-        require(bool(args.preferences) != bool(args.reward_model),
-                "--model needs either --preferences FILE to learn from or --reward-model FOLDER")  # fmt: skip
-    for name in ("prompts", "preferences", "reward_model", "sft"):
-        require(args.model or not getattr(args, name), f"--{name.replace('_', '-')} needs --model")
-    if args.evaluate:
-        return require(WORLD == 1, "--evaluate answers in one process")
-    require(args.batch_size % WORLD == 0, f"--batch-size {args.batch_size} must be a multiple of the {WORLD} processes")
-    require(args.beta_controller != "proportional" or args.kl_horizon >= args.batch_size,
-            f"--kl-horizon {args.kl_horizon} must be at least batch-size = {args.batch_size}")  # fmt: skip
-    pairs = f"--num-pairs {args.num_pairs} must be at least {2 * WORLD}, as some are held out"
-    require(args.num_pairs >= 2 * WORLD, pairs)
-    require(args.fit_batch_size >= WORLD, f"--fit-batch-size {args.fit_batch_size} must be at least {WORLD}")
-    require(args.batch_size // WORLD % args.num_minibatches == 0, f"--num-minibatches {args.num_minibatches} must divide"
-            f" batch-size = {args.batch_size // WORLD} in each process")  # fmt: skip
-    require(args.total_episodes >= args.batch_size, f"--total-episodes {args.total_episodes} must be at least"
-            f" batch-size = {args.batch_size}, one iteration")  # fmt: skip
+# The built-in one: one-line opinions about films, in a grammar whose words fall into categories
+WORDS = {
+    "H": "well yes",
+    "O": "honestly overall frankly",
+    "D": "the",
+    "N": "film plot music acting ending",
+    "I": "it",
+    "V": "was felt seemed looked",
+    "G": "not never",
+    "X": "very really quite",
+    "C": "and but",
+    "+": "great good lovely warm clever moving fresh bright",
+    "-": "bad dull weak cold slow boring flat ugly",
+    "0": "long short loud quiet new old",
+}
+CATEGORY = {word: category for category, words in WORDS.items() for word in words.split()}
+FOLLOWS = {  # what may come next; a dot is the end
+    "": "HODI",
+    "H": "ODI",
+    "O": "DI",
+    "D": "N",
+    "N": "V",
+    "I": "V",
+    "V": "GX+-0",
+    "G": "X+-0",
+    "X": "+-0",
+    "+": "C.",
+    "-": "C.",
+    "0": "C.",
+    "C": "DIGX+-0",
+}
+MEANING = {"+": 1.0, "-": -1.0, "0": 0.0}
 
 
-def start(args: Args) -> torch.device:
-    """Check the flags, set torch up and join the other processes, if any; returns the device of this one."""
-    import ctypes
-
-    check_args(args)
-    name = "cpu" if args.device == "auto" and not (args.cuda and torch.cuda.is_available()) else args.device
-    try:
-        device = torch.device(f"cuda:{LOCAL_RANK}" if name in ("auto", "cuda") else name)
-        if device.type not in ("cpu", "cuda", "mps") or (device.type == "cuda" and not args.cuda):
-            raise RuntimeError("it must be auto, cpu, cuda, cuda:N or mps, and not CUDA together with --no-cuda")
-        torch.zeros(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise UsageError(f"--device {args.device} does not work here: {str(error).splitlines()[0]}") from None
-    torch.backends.cudnn.deterministic = args.torch_deterministic
-    torch.backends.cudnn.benchmark = not args.torch_deterministic
-    torch.backends.cudnn.allow_tf32 = args.bf16
-    torch.set_float32_matmul_precision("high" if args.bf16 else "highest")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    libc: Any = ctypes.CDLL(None) if os.name == "posix" else None
-    if hasattr(libc, "mallopt"):  # glibc hands freed memory back, though the next minibatch needs as much: keep it
-        libc.mallopt(-3, 2**25)  # M_MMAP_THRESHOLD, as large as it may be
-        libc.mallopt(-1, 2**30)  # M_TRIM_THRESHOLD
-    if WORLD > 1 and not dist.is_initialized():
-        # Imported later, by Adam, its default arguments would keep the group and its threads alive into the exit.
-        from torch.distributed.nn import functional  # noqa: F401
-
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    return device
+def opinion(rng: random.Random) -> list[str]:
+    """A sentence of the grammar as words, each adjective used once: what people write, and so what SFT learns."""
+    words = []
+    category = rng.choice(FOLLOWS[""])
+    while category != ".":
+        words.append(rng.choice(WORDS[category].split()))
+        category = rng.choice(FOLLOWS[category])
+    adjectives = [word for word in words if CATEGORY[word] in MEANING]
+    distinct = len(adjectives) == len(set(adjectives))
+    return words if distinct and len(words) < 24 else opinion(rng)
 
 
-def reseed(seed: int, iteration: int) -> int:
-    """Restart every generator from these two numbers and the rank; returns a seed for the environments."""
-    words = np.random.SeedSequence((seed, iteration, RANK)).generate_state(4).tolist()
-    random.seed(words[0])
-    np.random.seed(words[1])
-    torch.manual_seed(words[2])
-    return words[3]
+def judge(text: str, ended: bool) -> float:
+    """The gold score in [-3, 3], hidden from training: what a text means, less 1 for each fault of form.
 
-
-def global_mean(x: Tensor) -> Tensor:
-    """Mean of `x` over the processes; `x` itself when there is one."""
-    if WORLD > 1:
-        dist.all_reduce(x := x / WORLD)
-    return x
-
-
-def average_gradients(agent: nn.Module) -> None:
-    """The mean over the processes [S2], so that K of them step as one would on all their samples."""
-    if WORLD > 1:
-        grads = [p.grad for p in agent.parameters() if p.grad is not None]
-        means = global_mean(torch.cat([grad.reshape(-1) for grad in grads])).split([grad.numel() for grad in grads])
-        for grad, mean in zip(grads, means, strict=True):
-            grad.copy_(mean.view(grad.shape))
+    Meaning is a bounded sum over distinct adjectives, turned round by a negation and stronger by an intensifier.
+    Faults are breaks of the grammar, repeated adjectives and a missing end; people make none, so none is ever compared.
+    """
+    words = text.split()
+    faults = 1
+    if ended:
+        words.append(".")
+        faults = 0
+    meaning, weight = 0.0, 1.0
+    before = ""
+    seen = set()
+    for word in words:
+        category = CATEGORY.get(word, word)
+        if category not in FOLLOWS.get(before, ""):
+            faults += 1
+        before = category
+        if category == "G":
+            weight *= -1
+        elif category == "X":
+            weight *= 1.5
+        elif category in MEANING:
+            if word in seen:
+                faults += 1
+            else:
+                meaning += weight * MEANING[category]
+            seen.add(word)
+            weight = 1.0
+    return float(np.clip(3 * np.tanh(meaning / 3) - faults, -3, 3))
 
 
 @dataclass
@@ -667,10 +690,10 @@ class Task:
     """What is to be learnt: token lists, and for the built-in task a judge that training never sees."""
 
     tokenizer: Any
-    prompts: list[list[int]]
-    held_out: list[list[int]]  # prompts of evaluations
-    texts: list[list[int]]  # for supervised fine-tuning, each with its end
-    pairs: list[tuple[list[int], list[int]]]  # (chosen, rejected); the built-in task draws them later
+    prompts: Texts
+    held_out: Texts  # prompts of evaluations
+    texts: Texts  # for supervised fine-tuning, each with its end
+    pairs: Pairs  # the built-in task draws them later
     judge: Callable[[str, bool], float] | None
 
     @property
@@ -687,37 +710,58 @@ class Task:
         return torch.tensor([self.judge(self.decode(text), ended) for text, ended in both])
 
 
-def load_task(args: Args, device: torch.device) -> tuple[Task, Any]:
-    """The task and the model that starts; raises UsageError if a file, model or length will not do."""
-    import transformers
-
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    torch.manual_seed(args.seed)  # the same weights in every process
-    if args.model is None:
-        task = builtin_task(args)
-        longest = max(map(len, task.prompts + task.held_out))
-        short = f"--prompt-length {args.prompt_length}: the built-in prompts need {longest}"
-        require(args.prompt_length >= longest, short)
-        room = max(args.prompt_length + args.response_length, *map(len, task.texts))
-        config = transformers.GPT2Config(
-            vocab_size=len(task.tokenizer), n_positions=room, n_embd=128, n_layer=2, n_head=4, bos_token_id=task.eos,
-            eos_token_id=task.eos, pad_token_id=task.tokenizer.pad_token_id)  # fmt: skip
-        policy = transformers.GPT2LMHeadModel._from_config(config, attn_implementation="sdpa")
-    else:
-        policy = load_model(args.model, transformers.AutoModelForCausalLM, "--model")
-        task = file_task(args, load_model(args.model, transformers.AutoTokenizer, "--model"))
-        policy.config.sft_loss = None  # that of another run, perhaps
-        size = policy.config.vocab_size
-        large = f"--model {args.model}: its tokenizer has more tokens than the model's {size}"
-        require(len(task.tokenizer) <= size, large)
-    check_room(args, policy)
-    return task, still(policy).to(device)
+def builtin_task(args: Args) -> Task:
+    """Opinions of the grammar; a prompt is the beginning of one, up to the first verb at most [R5]."""
+    tokenizer = word_tokenizer()
+    ids = tokenizer.get_vocab()
+    rng = random.Random(args.seed)
+    heads = []
+    for _ in range(4_000):
+        words = opinion(rng)
+        verb = next(i for i, word in enumerate(words) if CATEGORY[word] == "V")
+        heads.append(words[: verb + 1])
+    starts = sorted({tuple(head[: rng.randint(1, len(head))]) for head in heads})
+    rng.shuffle(starts)
+    prompts = [[ids[word] for word in start] for start in starts if CATEGORY[start[-1]] != "D"]
+    texts = [[ids[word] for word in opinion(rng)] + [tokenizer.eos_token_id] for _ in range(args.sft_size)]
+    return Task(tokenizer, prompts[64:], prompts[:64], texts, [], judge)
 
 
-def check_room(args: Args, policy: Any) -> None:
-    room, needed = policy.config.n_positions, args.prompt_length + args.response_length
-    require(needed <= room, f"--prompt-length + --response-length = {needed} exceeds the model's {room} positions")
+def encode(tokenizer: Any, text: str, limit: int, cut: list[str]) -> list[int]:
+    """Tokens of a text whose strings were joined before [R6]; one with more than `limit` is added to `cut`."""
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    if len(ids) > limit:
+        cut.append(text)
+    return ids[-limit:]  # [R2] what a prompt ends with matters most, and it ends where its author ended it [R5]
+
+
+def prompt_batch(prompts: Texts, iteration: int, size: int, seed: int) -> Texts:
+    """This process's share of the prompts of an iteration: all in turn, in a new order each pass [R7]."""
+    places = range(iteration * size + RANK, (iteration + 1) * size, WORLD)
+    passes = {i // len(prompts) for i in places}
+    orders = {p: np.random.default_rng((seed, p)).permutation(len(prompts)) for p in passes}
+    return [prompts[orders[i // len(prompts)][i % len(prompts)]] for i in places]
+
+
+def pad_left(texts: Texts, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Token lists to tokens and mask [B, longest], padding on the left [R4] [R2]; a padding token may be any."""
+    lengths = torch.tensor([len(text) for text in texts])
+    width = int(lengths.max())
+    mask = torch.arange(width) >= width - lengths[:, None]
+    tokens = torch.zeros(mask.shape, dtype=torch.long)
+    tokens[mask] = torch.tensor([token for text in texts for token in text])
+    return tokens.to(device), mask.to(device)
+
+
+def normalize_reward(args: Args, task: Task, reference: Any, model: Any) -> None:
+    """Set gain and bias so that the scores of the start policy's answers have mean 0 and standard deviation 1 [R11]."""
+    model.config.update({"reward_gain": 1.0, "reward_bias": 0.0})  # whatever another run has set
+    prompts = random.choices(task.prompts, k=512)
+    responses, _ = sample_responses(reference, prompts, args.response_length, args.temperature, task.eos, args.bf16)
+    with torch.no_grad():
+        raw = reward_scores(model, responses.tokens, responses.mask, args.bf16)
+    gain = 1 / (float(raw.std()) + 1e-8)
+    model.config.update({"reward_gain": gain, "reward_bias": -gain * float(raw.mean())})
 
 
 def still(model: Any) -> Any:
@@ -736,6 +780,158 @@ def still(model: Any) -> Any:
     return model.eval()
 
 
+# ------------------------------------------------------------------------------------------------------------ Plumbing
+
+# --- Flags and start
+
+RANK = int(os.environ.get("RANK", 0))  # of this process, as torchrun says
+LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))  # on this machine
+WORLD = int(os.environ.get("WORLD_SIZE", 1))  # number of processes
+POSITIVE = """prompt_length response_length temperature sft_size num_pairs fit_batch_size batch_size num_minibatches
+    micro_batch_size update_epochs adam_eps max_grad_norm target_kl kl_target kl_horizon eval_episodes""".split()
+FRACTIONS = "gamma gae_lambda min_accuracy".split()
+MAY_CHANGE = set(  # with --resume
+    """total_episodes device cuda checkpoint_every eval_every run_dir resume evaluate eval_episodes self_check
+    min_accuracy track wandb_project_name wandb_entity""".split()
+)
+SMOKE: dict[str, Any] = {
+    "sft_size": 4_000,
+    "num_pairs": 1_000,
+    "total_episodes": 512,
+    "batch_size": 64,
+    "eval_episodes": 64,
+    "min_accuracy": 0.5,
+}
+
+
+class UsageError(Exception):
+    """A wrong flag, environment or file, in one sentence that says what to do; `main` exits with status 2."""
+
+
+class RunError(Exception):
+    """What ends a run midway: weights that are not finite, a full disk; `main` exits with status 1."""
+
+
+def require(condition: object, sentence: str) -> None:
+    if not condition:
+        raise UsageError(sentence)
+
+
+def require_finite(x: Tensor, what: str) -> None:
+    if not x.isfinite().all():
+        raise RunError(f"{what} is not finite; lower the learning rates")
+
+
+def check_args(args: Args) -> None:
+    """Raises UsageError for flags that cannot work."""
+    for name, value in vars(args).items():
+        flag = f"--{name.replace('_', '-')} {value}"
+        if isinstance(value, int | float):
+            require(0 <= value < 2**63, f"{flag} must be a number in [0, 2^63)")
+            require(value > 0 or name not in POSITIVE, f"{flag} must be greater than 0")
+            require(value <= 1 or name not in FRACTIONS, f"{flag} must lie in [0, 1]")
+        if str(value).startswith("hf:"):
+            require(find_spec("datasets"), f"{flag} needs a package: pip install datasets")
+    for name in ("prompts", "preferences", "reward_model", "sft"):
+        require(args.model or not getattr(args, name), f"--{name.replace('_', '-')} needs --model")
+    require(args.prompts or not args.model, "--model needs --prompts FILE to answer")
+    require(
+        not args.model or bool(args.preferences) != bool(args.reward_model),
+        "--model needs either --preferences FILE to learn from or --reward-model FOLDER",
+    )
+    require(args.batch_size % WORLD == 0, f"--batch-size must be a multiple of the {WORLD} processes")
+    size = args.batch_size // WORLD
+    require(size % args.num_minibatches == 0, f"--num-minibatches must divide batch-size = {size} a process")
+    require(min(args.num_pairs // 2, args.fit_batch_size) >= WORLD, "--num-pairs or --fit-batch-size is too small")
+    slow = args.beta_controller != "proportional" or args.kl_horizon >= args.batch_size
+    require(slow, f"--kl-horizon must be at least batch-size = {args.batch_size}")
+
+
+def start(args: Args) -> torch.device:
+    """Check the flags, set torch up and join the other processes, if any; returns the device of this one."""
+    check_args(args)
+    name = args.device if args.cuda else "cpu"
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(f"cuda:{LOCAL_RANK}" if name == "cuda" else name)
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise UsageError(f"--device {args.device} does not work here: {str(error).splitlines()[0]}") from None
+    torch.backends.cudnn.deterministic = args.torch_deterministic
+    torch.set_float32_matmul_precision("high" if args.bf16 else "highest")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if WORLD > 1:
+        from torch.distributed.nn import functional  # noqa: F401  # if Adam did it, the group would outlive the exit
+
+        dist.init_process_group()  # gloo for tensors in memory, NCCL for those of CUDA
+    return device
+
+
+def reseed(seed: int, iteration: int) -> int:
+    """Restart every generator from these two numbers and the rank; returns a seed for the environments."""
+    seed = int(np.random.SeedSequence((seed, iteration, RANK)).generate_state(1)[0])
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    return seed
+
+
+# --- Models and files
+
+
+def load_task(args: Args, device: torch.device) -> tuple[Task, Any]:
+    """The task and the model that starts; raises UsageError if a file, model or length will not do."""
+    import transformers
+
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    torch.manual_seed(args.seed)  # the same weights in every process
+    if args.model:
+        policy = load_model(args.model, transformers.AutoModelForCausalLM, "--model")
+        task = file_task(args, load_model(args.model, transformers.AutoTokenizer, "--model"))
+        policy.config.sft_loss = None  # that of another run, perhaps
+        size = policy.config.vocab_size
+        fits = len(task.tokenizer) <= size
+        require(fits, f"--model {args.model}: its tokenizer has more tokens than the model's {size}")
+    else:
+        task = builtin_task(args)
+        longest = max(map(len, task.prompts + task.held_out))
+        fits = args.prompt_length >= longest
+        require(fits, f"--prompt-length {args.prompt_length}: the built-in prompts need {longest}")
+        config = transformers.GPT2Config(
+            vocab_size=len(task.tokenizer),
+            n_positions=max(args.prompt_length + args.response_length, *map(len, task.texts)),
+            n_embd=128,
+            n_layer=2,
+            n_head=4,
+            bos_token_id=task.eos,
+            eos_token_id=task.eos,
+            pad_token_id=task.tokenizer.pad_token_id,
+        )
+        policy = transformers.GPT2LMHeadModel._from_config(config, attn_implementation="sdpa")
+    check_room(args, policy)
+    return task, still(policy).to(device)
+
+
+def check_room(args: Args, policy: Any) -> None:
+    room = policy.config.n_positions
+    needed = args.prompt_length + args.response_length
+    require(needed <= room, f"--prompt-length + --response-length = {needed} exceeds the model's {room} positions")
+
+
+def word_tokenizer() -> Any:
+    """A token for each word of the grammar."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {word: i for i, word in enumerate(["<end>", "<pad>", *CATEGORY])}
+    core = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<end>", pad_token="<pad>")
+
+
 def load_stage(folder: Path, device: torch.device) -> Any:
     """A model that a run has saved in its folder."""
     from transformers import GPT2ForSequenceClassification, GPT2LMHeadModel
@@ -749,40 +945,41 @@ def load_model(name: str, kind: Any, flag: str) -> Any:
     import transformers
     from huggingface_hub import HfApi
 
-    tokenizer = kind is transformers.AutoTokenizer
-    options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "sdpa", "output_loading_info": True}
-    options = {} if tokenizer else options
-    local = Path(name).is_dir()
+    options: dict[str, Any] = {}
+    if kind is not transformers.AutoTokenizer:
+        options = {"dtype": torch.float32, "attn_implementation": "sdpa", "output_loading_info": True}
+    fault = "is a folder that holds no such model or tokenizer"
     try:
+        if not Path(name).is_dir():
+            fault = (
+                "can neither be found here nor be downloaded; give a folder that save_pretrained or `hf download"
+                f" {name} --local-dir FOLDER` has made"
+            )
         try:
             loaded = kind.from_pretrained(name, local_files_only=True, **options)
         except OSError:
-            if local:
+            if Path(name).is_dir():
                 raise
             HfApi().model_info(name, timeout=10)  # without a network, from_pretrained would try for minutes
             loaded = kind.from_pretrained(name, **options)
     except Exception as error:
         reason = (str(error) or type(error).__name__).strip().splitlines()[0]
-        fault = (
-            "is a folder that holds no such model or tokenizer"
-            if local
-            else "can neither be found here nor be downloaded; give a folder that save_pretrained or `hf download"
-            f" {name} --local-dir FOLDER` has made"
-        )
         raise UsageError(f"{flag} {name} {fault} ({reason})") from None
-    if tokenizer:
+    if not options:
         return loaded
-    loaded, found = loaded
-    kind_of = loaded.config.model_type
-    require(kind_of == "gpt2", f"{flag} {name} is a {kind_of}; this script takes GPT-2 models")
+    model, found = loaded
+    family = model.config.model_type
+    require(family == "gpt2", f"{flag} {name} is a {family}; this script takes GPT-2 models")
     amiss = "score.weight" in found["missing_keys"] or "score.weight" in found["unexpected_keys"]
     is_no = "no reward model" if flag == "--reward-model" else "a reward model, which writes no text"
     require(not amiss, f"{flag} {name} is {is_no}")
-    return loaded
+    return model
 
 
-def read_rows(source: str, flag: str, *keys: str) -> list[list[str]]:
-    """The strings under `keys` in each row of a JSONL file or of hf:dataset:split."""
+def read_rows(source: str | None, flag: str, *keys: str) -> list[list[str]]:
+    """The strings under `keys` in each row of a JSONL file or of hf:dataset:split; none without a source."""
+    if source is None:
+        return []
     number = 0
     try:
         if source.startswith("hf:"):
@@ -792,85 +989,43 @@ def read_rows(source: str, flag: str, *keys: str) -> list[list[str]]:
             rows = list(load_dataset(name, split=split or "train"))
         else:  # a line ends with a line feed alone: JSON strings may hold all other separators
             rows = [line for line in Path(source).read_text(encoding="utf-8-sig").split("\n") if line.strip()]
-        require(rows, f"{flag} {source} is empty")
-        texts = list[list[str]]()
+        require(rows, "it is empty")
+        texts = []
         for row in rows:
             number += 1
-            row = json.loads(row) if isinstance(row, str) else row
-            texts.append([row[key] for key in keys])
-            require(
-                all(isinstance(text, str) and text for text in texts[-1]),
-                f"{', '.join(keys)} must be strings with text",
-            )
+            fields = json.loads(row) if isinstance(row, str) else row
+            texts.append([fields[key] for key in keys])
+            filled = all(isinstance(text, str) and text for text in texts[-1])
+            require(filled, f"{', '.join(keys)} must be strings with text")
         return texts
     except Exception as error:
         where = f", row {number}" if number else ""
-        reason = str(error) if isinstance(error, UsageError) else f"{type(error).__name__} {error}".splitlines()[0]
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise UsageError(f"{flag} {source}{where} cannot be used as rows with {', '.join(keys)}: {reason}") from None
 
 
 def file_task(args: Args, tokenizer: Any) -> Task:
-    """Prompts, comparisons and texts from files, strings joined before they are made tokens [R6]."""
+    """Prompts, comparisons and texts from files."""
     require(tokenizer.eos_token_id is not None, f"--model {args.model}: its tokenizer has no end-of-text token")
     longest = args.prompt_length + args.response_length
-    cut = dict.fromkeys(("prompts", "texts"), 0)
-
-    def tokens(text: str, what: str, limit: int) -> list[int]:
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-        cut[what] += len(ids) > limit
-        return ids[-limit:]  # [R2] what a prompt ends with matters most, and it ends where its author ended it [R5]
-
-    whole = lambda text: tokens(text + tokenizer.eos_token, "texts", longest)
-    rows = read_rows(args.prompts or "", "--prompts", "prompt")
-    prompts = [tokens(text, "prompts", args.prompt_length) for (text,) in rows]
-    pairs = read_rows(args.preferences, "--preferences", "prompt", "chosen", "rejected") if args.preferences else []
-    require(len(pairs) != 1, f"--preferences {args.preferences} needs at least two rows, as one is held out")
-    texts = read_rows(args.sft, "--sft", "prompt", "response") if args.sft else []
-    held_out = prompts[-(len(prompts) // 10) :] if len(prompts) >= 10 else prompts
-    task = Task(tokenizer, prompts[: -len(held_out)] or prompts, held_out, [whole(a + b) for a, b in texts],
-                [(whole(a + b), whole(a + c)) for a, b, c in pairs], None)  # fmt: skip
-    if any(cut.values()) and not RANK:
-        print(f"longer than --prompt-length {args.prompt_length} and cut at the start: {cut['prompts']} prompts;"
-              f" longer than {longest} tokens: {cut['texts']} texts", file=sys.stderr)  # fmt: skip
-    return task
-
-
-def builtin_task(args: Args) -> Task:
-    """Opinions of the grammar; a prompt is the beginning of one, up to the first verb at most [R5]."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    vocabulary = {word: i for i, word in enumerate(["<end>", "<pad>", *CATEGORY])}
-    core = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
-    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<end>", pad_token="<pad>")
-    rng = random.Random(args.seed)
-    heads = [opinion(rng) for _ in range(4_000)]
-    heads = [words[: next(i for i, word in enumerate(words) if CATEGORY[word] == "V") + 1] for words in heads]
-    starts = sorted({tuple(head[: rng.randint(1, len(head))]) for head in heads})
-    rng.shuffle(starts)
-    prompts = [[vocabulary[word] for word in start if CATEGORY[start[-1]] != "D"] for start in starts]
-    prompts = [prompt for prompt in prompts if prompt]
-    texts = [[vocabulary[word] for word in opinion(rng)] + [0] for _ in range(args.sft_size)]
-    return Task(tokenizer, prompts[64:], prompts[:64], texts, [], judge)
-
-
-def prompt_batch(prompts: list[list[int]], iteration: int, size: int, seed: int) -> list[list[int]]:
-    """This process's share of the prompts of an iteration: all in turn, in a new order each pass [R7]."""
-    places = range(iteration * size + RANK, (iteration + 1) * size, WORLD)
-    passes = {i // len(prompts) for i in places}
-    orders = {p: np.random.default_rng((seed, p)).permutation(len(prompts)) for p in passes}
-    return [prompts[orders[i // len(prompts)][i % len(prompts)]] for i in places]
-
-
-def pad_left(texts: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Token lists to tokens and mask [B, longest], padding on the left [R4] [R2]; a padding token may be any."""
-    lengths = torch.tensor([len(text) for text in texts])
-    width = int(lengths.max())
-    mask = torch.arange(width) >= width - lengths[:, None]
-    tokens = torch.zeros(mask.shape, dtype=torch.long)
-    tokens[mask] = torch.tensor([token for text in texts for token in text])
-    return tokens.to(device), mask.to(device)
+    cut_prompts: list[str] = []
+    cut_texts: list[str] = []
+    whole = lambda *strings: encode(tokenizer, "".join(strings) + tokenizer.eos_token, longest, cut_texts)
+    rows = read_rows(args.prompts, "--prompts", "prompt")
+    prompts = [encode(tokenizer, text, args.prompt_length, cut_prompts) for (text,) in rows]
+    rows = read_rows(args.preferences, "--preferences", "prompt", "chosen", "rejected")
+    require(len(rows) != 1, f"--preferences {args.preferences} needs at least two rows, as one is held out")
+    pairs = [(whole(prompt, chosen), whole(prompt, rejected)) for prompt, chosen, rejected in rows]
+    texts = [whole(*row) for row in read_rows(args.sft, "--sft", "prompt", "response")]
+    tenth = len(prompts) // 10
+    held_out = prompts[-tenth:] if tenth else prompts
+    if (cut_prompts or cut_texts) and RANK == 0:
+        print(
+            f"longer than --prompt-length {args.prompt_length} and cut at the start: {len(cut_prompts)} prompts;"
+            f" longer than {longest} tokens: {len(cut_texts)} texts",
+            file=sys.stderr,
+        )
+    return Task(tokenizer, prompts[: -len(held_out)] or prompts, held_out, texts, pairs, None)
 
 
 def as_scorer(policy: Any) -> Any:
@@ -878,39 +1033,53 @@ def as_scorer(policy: Any) -> Any:
     from transformers import GPT2ForSequenceClassification
 
     config = copy.deepcopy(policy.config)
-    config.num_labels, config.reward_gain, config.reward_bias = 1, 1.0, 0.0
+    config.num_labels = 1
+    config.update({"reward_gain": 1.0, "reward_bias": 0.0})
     model = GPT2ForSequenceClassification._from_config(config, attn_implementation="sdpa")
     model.transformer.load_state_dict(policy.transformer.state_dict())
     return still(model).to(policy.device)
 
 
-class Leash:
-    """The coefficient β and how it follows the KL to the reference."""
+def make_reward_model(args: Args, task: Task, reference: Any) -> Any:
+    """The reward model of --reward-model, or a new one that has learnt from comparisons; normalised either way."""
+    from transformers import AutoModelForSequenceClassification
 
-    def __init__(self, beta: float):
-        self.beta = beta
-
-    def adapt(self, args: Args, kl: float) -> None:
-        if args.beta_controller == "proportional":
-            self.beta = proportional_beta(self.beta, kl, args.kl_target, args.batch_size / args.kl_horizon)
-        elif args.beta_controller == "doubling":
-            self.beta = update_beta(self.beta, kl, args.kl_target)
-
-    def state_dict(self) -> dict[str, float]:
-        return {"beta": self.beta}
-
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        self.beta = float(state["beta"])
+    if args.reward_model is None:
+        model = train_reward_model(args, task, reference)
+    else:
+        model = still(load_model(args.reward_model, AutoModelForSequenceClassification, "--reward-model"))
+        model.to(reference.device)
+        same = model.config.num_labels == 1 and model.config.vocab_size == reference.config.vocab_size
+        require(same, f"--reward-model {args.reward_model} must have one label and the model's own vocabulary")
+    normalize_reward(args, task, reference, model)
+    return model
 
 
-def fit(args: Args, model: nn.Module, loss: Callable[[list[Any]], tuple[Tensor, int]], samples: list[Any], lr: float) -> float:  # fmt: skip
-    """One pass over the samples in a random order, the step size linear to 0; returns the mean loss of the last tenth.
+def make_agent(args: Args, reference: Any, reward_model: Any) -> Agent:
+    """The policy starts as a copy of the reference, the value as --value-model says."""
+    value = copy.deepcopy(reward_model) if args.value_model == "separate" else None
+    agent = Agent(copy.deepcopy(reference), value, args.bf16, args.beta).to(reference.device)
+    if args.compile:
+        for model in [agent.policy] if agent.shared else [agent.policy, agent.value]:
+            for block in model.transformer.h:
+                block.compile(dynamic=True)
+    return agent
+
+
+# --- Fitting
+
+
+def fit(
+    args: Args, model: nn.Module, loss: Callable[[list[Any]], tuple[Tensor, int]], samples: list[Any], lr: float
+) -> float:
+    """One pass over the samples in a random order, the step size linear to 0; the mean loss of the last tenth.
 
     `loss` gives the mean over a list of samples, and over how many tokens or pairs that is.
     """
-    optimizer = torch.optim.Adam(model.parameters(), lr, eps=1e-5)
-    steps, losses = max(1, len(samples) // args.fit_batch_size), list[Tensor]()
     require(len(samples) >= WORLD, f"{len(samples)} texts or pairs are too few for {WORLD} processes")
+    optimizer = torch.optim.Adam(model.parameters(), lr, eps=1e-5)
+    steps = max(1, len(samples) // args.fit_batch_size)
+    losses = []
     order = torch.randperm(len(samples)).tensor_split(steps)
     for step, index in enumerate(tqdm(order, leave=False, disable=RANK > 0 or not sys.stderr.isatty())):
         optimizer.param_groups[0]["lr"] = lr * (1 - step / steps)
@@ -934,22 +1103,21 @@ def fine_tune(args: Args, task: Task, policy: Any) -> Any:
     return policy
 
 
-def annotate(args: Args, task: Task, reference: Any) -> list[tuple[list[int], list[int]]]:
-    """Pairs (chosen, rejected) of two answers of π_ref each, chosen with P = σ(3·difference in gold) (Bradley-Terry)."""
-    pairs = list[tuple[list[int], list[int]]]()
+def annotate(args: Args, task: Task, reference: Any) -> Pairs:
+    """Pairs (chosen, rejected) of two answers of π_ref, chosen with P = σ(3·difference in gold) (Bradley-Terry)."""
+    pairs: Pairs = []
     while len(pairs) < args.num_pairs:
         prompts = random.choices(task.prompts, k=min(512, args.num_pairs - len(pairs)))
-        two = [
-            sample_responses(reference, prompts, args.response_length, args.temperature, task.eos)[0] for _ in range(2)
-        ]
-        gold, other_gold = (task.gold(responses) for responses in two)
-        prefers = torch.rand(len(prompts)) < (3 * (gold - other_gold)).sigmoid()
-        texts = zip(*(responses.texts() for responses in two), prefers.tolist(), strict=True)
-        pairs += [(a, b) if first else (b, a) for a, b, first in texts]
+        sampling = args.response_length, args.temperature, task.eos
+        one, _ = sample_responses(reference, prompts, *sampling)
+        other, _ = sample_responses(reference, prompts, *sampling)
+        prefers = torch.rand(len(prompts)) < (3 * (task.gold(one) - task.gold(other))).sigmoid()
+        for a, b, first in zip(one.texts(), other.texts(), prefers.tolist(), strict=True):
+            pairs.append((a, b) if first else (b, a))
     return pairs
 
 
-def pair_scores(model: nn.Module, pairs: list[tuple[list[int], list[int]]]) -> tuple[Tensor, Tensor]:
+def pair_scores(model: nn.Module, pairs: Pairs) -> tuple[Tensor, Tensor]:
     """Scores of the chosen and of the rejected texts of n pairs, [n] each, in one pass."""
     tokens, mask = pad_left([text for pair in pairs for text in pair], next(model.parameters()).device)
     chosen, rejected = reward_scores(model, tokens, mask).view(-1, 2).unbind(1)
@@ -957,148 +1125,175 @@ def pair_scores(model: nn.Module, pairs: list[tuple[list[int], list[int]]]) -> t
 
 
 @torch.no_grad()
-def accuracy(model: nn.Module, pairs: list[tuple[list[int], list[int]]]) -> float:
+def accuracy(model: nn.Module, pairs: Pairs) -> float:
     """The share of pairs of which the model scores the chosen text higher."""
     scores = [torch.stack(pair_scores(model, pairs[i : i + 64])) for i in range(0, len(pairs), 64)]
     chosen, rejected = torch.cat(scores, 1)
     return float((chosen > rejected).float().mean())
 
 
-def normalize_reward(args: Args, task: Task, reference: Any, model: Any) -> None:
-    """Set gain and bias so that the scores of the start policy's answers have mean 0 and standard deviation 1 [R11]."""
-    model.config.reward_gain, model.config.reward_bias = 1.0, 0.0  # whatever another run has set
-    prompts = random.choices(task.prompts, k=512)
-    responses, _ = sample_responses(reference, prompts, args.response_length, args.temperature, task.eos, args.bf16)
-    with torch.no_grad():
-        raw = reward_scores(model, responses.tokens, responses.mask, args.bf16)
-    gain = 1 / (float(raw.std()) + 1e-8)
-    model.config.reward_gain, model.config.reward_bias = gain, -gain * float(raw.mean())
+# --- Processes
 
 
-def make_agent(args: Args, reference: Any, reward_model: Any) -> Agent:
-    """The policy starts as a copy of the reference, the value as --value-model says."""
-    value = copy.deepcopy(reward_model) if args.value_model == "separate" else None
-    return Agent(copy.deepcopy(reference), value, args.bf16)
+def global_mean(x: Tensor) -> Tensor:
+    """Mean of `x` over the processes; `x` itself when there is one."""
+    if WORLD > 1:
+        x = x / WORLD
+        dist.all_reduce(x)
+    return x
 
 
-def make_reward_model(args: Args, task: Task, reference: Any) -> Any:
-    """The reward model of --reward-model, or a new one that has learnt from comparisons; normalised either way."""
-    from transformers import AutoModelForSequenceClassification
-
-    if args.reward_model is None:
-        model = train_reward_model(args, task, reference)
-    else:
-        model = still(load_model(args.reward_model, AutoModelForSequenceClassification, "--reward-model"))
-        model.to(reference.device)
-        same = model.config.num_labels == 1 and model.config.vocab_size == reference.config.vocab_size
-        require(same, f"--reward-model {args.reward_model} must have one label and the model's own vocabulary")
-    normalize_reward(args, task, reference, model)
-    return model
+def average_gradients(agent: nn.Module) -> None:
+    """The mean over the processes [S2], so that K of them step as one would on all their samples."""
+    if WORLD > 1:
+        grads = [p.grad for p in agent.parameters() if p.grad is not None]
+        mean = global_mean(nn.utils.parameters_to_vector(grads))
+        nn.utils.vector_to_parameters(mean, grads)
 
 
-def measure(
-    args: Args, task: Task, agent: Agent, reference: Any, score: Callable[[Responses], Tensor]
-) -> dict[str, Any]:
+# --- Looks at the policy
+
+EVALUATED = {  # names of evaluations and what they are the means of
+    "gold": "charts/gold",
+    "proxy": "charts/proxy",
+    "kl_ref": "kl/ref",
+    "kl_ref_exact": "kl/ref_exact",
+    "length": "charts/episodic_length",
+    "ended": "charts/ended",
+}
+
+
+class Evaluation(NamedTuple):
+    means: dict[str, float]  # by the names of EVALUATED
+    answers: list[str]
+
+
+def measure(args: Args, task: Task, agent: Agent, reference: Any, score: Callable[[Responses], Tensor]) -> Evaluation:
     """Means over --eval-episodes answers to held-out prompts, always with the same random numbers, and four answers."""
     torch.manual_seed(args.seed)
     prompts = [task.held_out[i % len(task.held_out)] for i in range(args.eval_episodes)]
-    responses, _, figures = rollout(args, agent, reference, score, prompts, task.eos, 0.0)
+    responses, _, _, figures = rollout(args, agent, reference, score, prompts, task.eos)
     if task.judge:
-        figures["gold"] = task.gold(responses)
-    means = {k: float(figures[k].mean()) for k in EVALUATED if k in figures}
-    answers = [(prompts[i], responses.actions[i][responses.real[i]]) for i in range(min(4, len(prompts)))]
-    return means | {"texts": [(task.decode(prompt), task.tokenizer.decode(answer)) for prompt, answer in answers]}
+        figures["charts/gold"] = task.gold(responses)
+    means = {name: float(figures[tag].mean()) for name, tag in EVALUATED.items() if tag in figures}
+    answers = []
+    for prompt, actions, real in zip(prompts[:4], responses.actions, responses.real, strict=False):
+        answers.append(f"    {task.decode(prompt)} | {task.tokenizer.decode(actions[real])}")
+    return Evaluation(means, answers)
 
 
-def describe(figures: dict[str, Any]) -> str:
-    gold = f"gold {figures['gold']:+.2f}, " if "gold" in figures else ""
-    return (f"{gold}proxy {figures['proxy']:+.2f}, KL to the reference {figures['kl/ref']:.2f} nats per response,"
-            f" length {figures['length']:.1f}, ended {figures['ended']:.2f}")  # fmt: skip
+def describe(means: dict[str, float]) -> str:
+    gold = f"gold {means['gold']:+.2f}, " if "gold" in means else ""
+    return (
+        f"{gold}proxy {means['proxy']:+.2f}, KL to the reference {means['kl_ref']:.2f} nats per response,"
+        f" length {means['length']:.1f}, ended {means['ended']:.2f}"
+    )
 
 
-def self_check(args: Args, task: Task, agent: Agent, reference: Any, reward_model: Any,
-               score: Callable[[Responses], Tensor]) -> None:  # fmt: skip
+@torch.no_grad()
+def self_check(
+    args: Args,
+    task: Task,
+    agent: Agent,
+    reference: Any,
+    reward_model: Any,
+    score: Callable[[Responses], Tensor],
+) -> None:
     """What must hold before the first update; raises UsageError with the likely cause of what does not."""
     if not args.self_check:
         return
-    accuracy, tolerance = (
-        getattr(reward_model.config, "reward_model_accuracy", 1.0),
-        0.2 if args.bf16 else 1e-3 / min(args.temperature, 1),
+    right = getattr(reward_model.config, "reward_model_accuracy", 1.0)
+    require(
+        right >= args.min_accuracy,
+        f"self-check: the reward model ranks only {right:.0%} of held-out pairs right, below --min-accuracy"
+        f" {args.min_accuracy}: give it more comparisons",
     )
-    require(accuracy >= args.min_accuracy, f"self-check: the reward model ranks only {accuracy:.0%} of held-out pairs"
-            f" right, below --min-accuracy {args.min_accuracy}: give it more comparisons")  # fmt: skip
+    tolerance = 0.2 if args.bf16 else 1e-3 / min(args.temperature, 1)
     prompts = sorted(task.prompts, key=len)
     prompts = [prompts[0], prompts[-1], *random.choices(prompts, k=14)]
-    with torch.no_grad():
-        torch.manual_seed(args.seed)
-        responses, sampled = sample_responses(
-            agent.policy, prompts, args.response_length, args.temperature, task.eos, args.bf16
-        )
-        torch.manual_seed(args.seed)
-        again, per_token, figures = rollout(args, agent, reference, score, prompts, task.eos, args.beta)
-        real, logprobs = again.real, per_token[0]
-        require(torch.equal(responses.tokens, again.tokens), "self-check: the same seed gives other answers")
-        difference = (sampled - logprobs)[real].abs().max()
-        require(difference < tolerance, f"self-check: sampler and scorer differ by {difference:.2g} nats: temperature,"
-                " filters, precision or position ids are not the same in both")  # fmt: skip
-        kl = figures["kl/ref_exact"].abs().max()
-        require(kl < tolerance, f"self-check: the KL to the reference is {kl:.2g} nats before the first update: policy and"
-                " reference are not the same, or dropout is on")  # fmt: skip
-        for i in (0, 1):
-            alone = again.rows(torch.tensor([i], device=real.device))
-            states, values = agent(alone)
-            new, _ = token_logprobs(agent.policy, states[alone.real], alone.actions[alone.real], args.temperature)
-            difference = (new - logprobs[i][real[i]]).abs().max()
-            shift = (values[alone.real] - per_token[3][i][real[i]]).abs().max()
-            require(max(difference, shift) < tolerance, f"self-check: beside other prompts an answer's log-probabilities"
-                    f" change by {difference:.2g} nats and its values by {shift:.2g}: padding is seen or shifts positions,"
-                    " or the first ratio is not 1")  # fmt: skip
-        last = again.tokens[torch.arange(len(real)), again.prompt_columns + real.sum(1).cpu() - 1]
-        ends = ((again.actions == task.eos) & real).sum(1)
-        require(torch.equal(last == task.eos, again.ended) and torch.equal(ends, again.ended.long()),
-                "self-check: the end token of a response is not its last real token")  # fmt: skip
+    responses, sampled, per_token, figures = rollout(args, agent, reference, score, prompts, task.eos)
+    real = responses.real
+    difference = (sampled - per_token["logprobs"])[real].abs().max()
+    require(
+        difference < tolerance,
+        f"self-check: sampler and scorer differ by {difference:.2g} nats: temperature, filters, precision or position"
+        " ids are not the same in both",
+    )
+    kl = figures["kl/ref_exact"].abs().max()
+    require(
+        kl < tolerance,
+        f"self-check: the KL to the reference is {kl:.2g} nats before the first update: policy and reference are not"
+        " the same, or dropout is on",
+    )
+    for row in (0, 1):
+        alone = responses.rows(torch.tensor([row], device=real.device))
+        for name, x in score_tokens(args, agent, reference, alone).items():
+            if name in per_token:
+                shift = (x[alone.real] - per_token[name][row][real[row]]).abs().max()
+                require(
+                    shift < tolerance,
+                    f"self-check: beside other prompts an answer's {name} change by {shift:.2g}: padding is seen or"
+                    " shifts positions, or the first ratio is not 1",
+                )
+    ends = (responses.actions == task.eos) & real
+    last = responses.actions.gather(1, real.sum(1, keepdim=True) - 1)[:, 0]
+    same = torch.equal(last == task.eos, responses.ended) and torch.equal(ends.sum(1), responses.ended.long())
+    require(same, "self-check: the end token of a response is not its last real token")
 
 
+@torch.no_grad()
 def best_of_n(args: Args, run: Run, task: Task, reference: Any, score: Callable[[Responses], Tensor]) -> None:
     """Show what picking the best of n answers by the reward model gives, at KL = log n - (n - 1) / n."""
     if not args.best_of_n:
         return
     torch.manual_seed(args.seed)
-    proxies, golds = list[Tensor](), list[Tensor]()
     prompts = task.held_out[: args.eval_episodes]
+    proxies, golds = [], []
     for _ in range(args.best_of_n):
         responses, _ = sample_responses(reference, prompts, args.response_length, args.temperature, task.eos, args.bf16)
-        with torch.no_grad():
-            proxies.append(score(responses).cpu())
-        golds.append(task.gold(responses) if task.judge else torch.full_like(proxies[-1], np.nan))
-    proxy, gold, n = torch.stack(proxies), torch.stack(golds), 1
-    while n <= args.best_of_n:
-        whole = args.best_of_n // n * n
-        groups, group_golds = (x[:whole].unflatten(0, (-1, n)) for x in (proxy, gold))  # [groups, n, prompts]
-        best = groups.argmax(1, keepdim=True)
-        figures = {"proxy": groups.gather(1, best).mean(), "gold": group_golds.gather(1, best).mean(),
-                   "kl": torch.tensor(np.log(n) - (n - 1) / n)}  # fmt: skip
-        run.note({f"best_of_n/{k}": float(v) for k, v in figures.items() if not v.isnan()}, n)
-        run.say(f"best of {n}: " + ", ".join(f"{k} {float(v):+.2f}" for k, v in figures.items() if not v.isnan()))
-        n *= 2
+        proxies.append(score(responses).cpu())
+        if task.judge:
+            golds.append(task.gold(responses))
+    for power in range(args.best_of_n.bit_length()):
+        n = 2**power
+        best = torch.stack(proxies[:n]).argmax(0, keepdim=True)  # [1, prompts]
+        means = {"kl": float(np.log(n) - (n - 1) / n)}
+        means["proxy"] = float(torch.stack(proxies[:n]).gather(0, best).mean())
+        if golds:
+            means["gold"] = float(torch.stack(golds[:n]).gather(0, best).mean())
+        run.note({f"best_of_n/{name}": x for name, x in means.items()}, n)
+        run.say(f"best of {n}: " + ", ".join(f"{name} {x:+.2f}" for name, x in means.items()))
 
 
-def health(metrics: dict[str, float], max_kl: float) -> Iterator[tuple[str, str]]:
-    """(metric, sentence) for each one outside its healthy range: what it means and what to do."""
-    noise = 4 * metrics.get("kl/ref_se", 0.0)
-    for name, low, high, meaning in (
-        ("losses/clipfrac", 0, 0.5, "most gradients are switched off; lower --learning-rate or --update-epochs"),
-        ("kl/old", -1, max_kl, "the policy moves too far at once; lower --learning-rate or --update-epochs"),
-        ("kl/ref", -noise - 1e-3, 1e9, "a KL below 0 means that answers are not drawn from the policy that is scored"),
-        ("kl/ref", -1e9, 25, "the policy has left the texts that the reward model knows; raise --beta"),
-        ("losses/entropy", 0.01, 1e9, "the policy hardly explores any more; raise --beta"),
-        ("losses/explained_variance", 0, 1, "values are worse than a constant; lower --learning-rate, raise --vf-coef"),
-        ("charts/ended", 0.5, 1, "most responses do not end; raise --response-length or --missing-eos-penalty"),
-        ("charts/skipped_updates", 0, 0, "steps skipped, as loss or gradient was not finite; the weights are unharmed"),
-    ):
-        value = metrics.get(name, float("nan"))
-        if value < low or value > high:
-            yield f"{name} {meaning}", f"{name} is {value:.3g}: {meaning}"
+# --- Log and checkpoints
+
+
+def summarize(answered: Rollout, history: list[dict[str, Tensor]]) -> dict[str, Any]:
+    """What a run logs of an iteration: means by tag, standard errors of the KL's, and how much the values explain."""
+    metrics: dict[str, Any] = {}
+    for name in history[0]:
+        metrics[name] = torch.stack([stats[name] for stats in history]).mean()
+    for name, x in answered.figures.items():
+        metrics[name] = global_mean(x.mean())
+        if name.startswith("kl/"):
+            variance = global_mean(x.square().mean()) - metrics[name].square()
+            metrics[f"{name}_se"] = (variance.clamp(min=0) / (len(x) * WORLD)).sqrt()
+    real = answered.responses.real
+    returns = answered.per_token["returns"][real]
+    unexplained = returns - answered.per_token["values"][real]
+    metrics["losses/explained_variance"] = 1 - unexplained.var(correction=0) / returns.var(correction=0)
+    return metrics
+
+
+HEALTHY = (  # metric, its healthy range, and what it means to leave it
+    ("losses/clipfrac", 0, 0.5, "most gradients are switched off; lower --learning-rate or --update-epochs"),
+    ("losses/entropy", 0.01, 1e9, "the policy hardly explores any more; raise --beta"),
+    ("losses/explained_variance", 0, 1, "values are worse than a constant; lower --learning-rate, raise --vf-coef"),
+    ("kl/old", -1, 0.15, "the policy moves too far at once; lower --learning-rate or --update-epochs"),
+    ("kl/ref", -2, 25, "below 0 answers are not drawn from the policy that is scored; far above, raise --beta"),
+    ("charts/ended", 0.5, 1, "most responses do not end; raise --response-length or --missing-eos-penalty"),
+    ("charts/skipped_updates", 0, 0, "steps skipped, as loss or gradient was not finite; the weights are unharmed"),
+)
 
 
 class Run:
@@ -1107,229 +1302,279 @@ class Run:
     `parts` is what a checkpoint holds beside numbers: objects with `state_dict` and `load_state_dict`.
     """
 
-    def __init__(self, args: Args, device: torch.device):
-        self.args, self.device, self.start_time, self.line_time = args, device, time.time(), 0.0
-        self.parts, self.metrics, self.said = dict[str, Any](), dict[str, float](), set[str]()
-        self.iteration = self.first = 0
-        self.last = int(args.total_episodes) // args.batch_size
-        self.scores, self.peak = deque[float](maxlen=100), (-float("inf"), 0.0)
-        self.known = Path(args.resume) if args.resume else None  # where finished stages lie
-        if RANK:
-            return
+    def __init__(self, args: Args, device: torch.device, tokenizer: Any):
+        self.args = args
+        self.device = device
+        self.tokenizer = tokenizer
+        self.batch_size = args.batch_size
+        self.last = int(args.total_episodes) // self.batch_size
+        self.every = args.checkpoint_every or self.last
+        self.eval_every = args.eval_every or self.last
+        saved: dict[str, Any] = {}
+        if args.resume and Path(args.resume, "checkpoint.pt").exists():
+            saved = load_checkpoint(args.resume)
+        same = saved.get("world", WORLD) == WORLD
+        require(same, f"--resume needs as many processes as before, {saved.get('world')}")
+        self.first = saved.get("iteration", 0)
+        require(
+            self.last > self.first,
+            f"--total-episodes must be at least {(self.first + 1) * self.batch_size:,}:"
+            f" {self.first * self.batch_size:,} are done, and one iteration has {self.batch_size:,}",
+        )
+        self.iteration = self.saved = self.first
+        self.scores = deque(saved.get("scores", ()), maxlen=100)
+        self.peak = {"gold": -float("inf"), "proxy": 0.0}
+        self.warned: set[str] = set()
+        self.stopping = False
+        for sign in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(sign, signal.default_int_handler)  # a stage ends at once, and those before are saved
+        if RANK == 0:
+            self.open()
+
+    def open(self) -> None:
+        """Take a folder that no other process writes to, and start its log; raises UsageError."""
         from torch.utils.tensorboard import SummaryWriter
 
-        if args.resume:
-            self.folder = Path(args.resume).absolute()
-        else:  # characters that no file system minds; unique also among runs that start in the same second
-            task = Path(args.model).name if args.model else "opinions"
-            name = re.sub(r"[^\w.-]+", "-", f"{task}__{args.exp_name}__{args.seed}__{time.strftime('%y%m%d-%H%M%S')}_")
-            try:
-                os.makedirs(args.run_dir, exist_ok=True)
-                self.folder = Path(tempfile.mkdtemp(prefix=name, dir=args.run_dir)).absolute()
-            except OSError as error:
-                raise UsageError(f"--run-dir {args.run_dir} cannot hold run folders: {error}") from None
-        (self.folder / "args.tmp").write_text(json.dumps(asdict(replace(args, resume=None)), indent=2))
-        (self.folder / "args.tmp").replace(self.folder / "args.json")
+        args = self.args
+        task = Path(args.model).name if args.model else "opinions"
+        unique = f"{args.seed}__{time.strftime('%y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}"
+        name = re.sub(r"[^\w.-]+", "-", f"{task}__{args.exp_name}__{unique}")
+        self.folder = Path(args.resume or f"{args.run_dir}/{name}").absolute()
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.lock = FileLock(self.folder / "lock", timeout=0)
+            self.lock.acquire()
+            (self.folder / "args.tmp").write_text(json.dumps(asdict(args), indent=2))
+            (self.folder / "args.tmp").replace(self.folder / "args.json")  # whole, as it serves until a checkpoint
+        except OSError as error:
+            raise UsageError(f"{self.folder} cannot be used, perhaps since another process does: {error}") from None
         if args.track:
             import wandb
 
-            wandb.init(project=args.wandb_project_name, entity=args.wandb_entity, id=self.folder.name, resume="allow",
-                       config=asdict(args), sync_tensorboard=True)  # fmt: skip
-        if (self.folder / "checkpoint.pt").exists():  # or no step has been logged that will stand
-            self.iteration, *_ = restore(str(self.folder), torch.device("cpu"))
-        step = self.iteration * args.batch_size
-        self.writer = SummaryWriter(str(self.folder), purge_step=step + bool(step), flush_secs=30)
-        self.writer.add_text("args", "".join(f"    {k} = {v}\n" for k, v in vars(args).items()))
-        steps = self.last * args.batch_size
+            wandb.init(
+                project=args.wandb_project_name,
+                entity=args.wandb_entity,
+                id=self.folder.name,
+                dir=self.folder,
+                resume="allow",
+                config=asdict(args),
+                sync_tensorboard=True,
+            )
+        step = self.first * self.batch_size
+        steps = self.last * self.batch_size
+        self.writer = SummaryWriter(str(self.folder), purge_step=step + 1 if step else 0)
         self.bar = tqdm(total=steps, initial=step, unit="response", disable=not sys.stderr.isatty())
-        atexit.register(self.close)  # also after an interrupt or an error
-        self.folder.chmod(0o755)
-        self.say(f"run folder: {self.folder}")
+        atexit.register(self.close)  # also after an error
+        self.bar.write(
+            f"run folder: {self.folder}\nPPO on {self.device}, step {step:,} to {steps:,} of"
+            f" {int(args.total_episodes):,} by {self.batch_size:,}, saved every {self.every} iterations and at Ctrl-C"
+        )
 
     def say(self, text: str) -> None:
-        if not RANK:
+        if RANK == 0:
             self.bar.write(text)
-            sys.stdout.flush()
 
     def note(self, figures: dict[str, float], step: int) -> None:
-        for name, value in figures.items() if not RANK else ():
-            self.writer.add_scalar(name, value, step)
+        if RANK == 0:
+            for name, value in figures.items():
+                self.writer.add_scalar(name, value, step)
 
-    def stage(self, name: str, make: Callable[[], Any], task: Task) -> Any:
-        """The model in the run's folder `name`, else what `make` gives, saved there whole or not at all."""
-        if self.known and (self.known / name).exists():
-            model = load_stage(self.known / name, self.device)
+    def stage(self, name: str, figure: str, make: Callable[[], Any]) -> Any:
+        """The model in the folder `name` of a run that goes on, else what `make` gives, saved there."""
+        folder = Path(self.args.resume or "", name)
+        if self.args.resume and folder.exists():
+            model = load_stage(folder, self.device)
         else:
             random.seed(self.args.seed)  # the same in every process
             torch.manual_seed(self.args.seed)
             model = make()
-            self.save_model(name, model, task)
-        figure = {"sft": "loss", "reward_model": "accuracy"}[name]
+            self.save_model(name, model)
         value = getattr(model.config, f"{name}_{figure}", None)
-        self.note({f"{name}/{figure}": value} if value is not None and not self.iteration else {}, 0)
-        self.say(f"{name}: " + ("as given" if value is None else f"{figure} {value:.3f}"))
+        if value is None:
+            self.say(f"{name}: as given")
+        else:
+            self.say(f"{name}: {figure} {value:.3f}")
+            if self.first == 0:
+                self.note({f"{name}/{figure}": value}, 0)
         return model
 
-    def save_model(self, name: str, model: Any, task: Task) -> None:
+    def save_model(self, name: str, model: Any) -> None:
         """A folder that transformers opens, written aside and renamed."""
-        for p in model.parameters():
-            require_finite(p.detach(), f"a weight of {name}")
-        if RANK:
+        for parameter in model.parameters():
+            require_finite(parameter, f"a weight of {name}")
+        if RANK > 0:
             return
+        if hasattr(model, "generation_config"):  # so that generate() samples as in training
+            model.generation_config.update(
+                do_sample=True,
+                top_k=0,
+                top_p=1.0,
+                temperature=self.args.temperature,
+                max_new_tokens=self.args.response_length,
+            )
         aside = self.folder / f"{name}.tmp"
         shutil.rmtree(aside, ignore_errors=True)
-        if hasattr(model, "generation_config"):  # so that generate() samples as in training
-            model.generation_config.update(do_sample=True, top_k=0, top_p=1.0, temperature=self.args.temperature,
-                                           max_new_tokens=self.args.response_length)  # fmt: skip
         try:
             model.save_pretrained(aside)
-            task.tokenizer.save_pretrained(aside)
+            self.tokenizer.save_pretrained(aside)
             shutil.rmtree(self.folder / name, ignore_errors=True)
             aside.replace(self.folder / name)
         except Exception as error:  # safetensors has one of its own for a full disk
+            raise RunError(f"{self.folder / name} could not be written ({error})") from error
+        finally:
             shutil.rmtree(aside, ignore_errors=True)
-            raise OSError(f"{self.folder / name} could not be written ({error})") from error
 
-    def restore(self, **parts: Any) -> None:
-        """Name what checkpoints hold, and load it when the run goes on from one."""
-        self.parts, args = parts, self.args
-        if args.resume and any(Path(args.resume, name).exists() for name in ("checkpoint.pt", "policy")):
-            self.iteration, scores, world = restore(args.resume, self.device, **parts)
-            require(world == WORLD, f"--resume {args.resume} needs as many processes as before, {world}, not {WORLD}")
-            self.scores.extend(scores)
-        self.first, self.start_time = self.iteration, time.time()
-        if self.first >= self.last:
-            self.say("this run is finished, nothing is left to train; a larger --total-episodes goes on with it")
-        self.say(f"PPO on {self.device}, response {self.first * args.batch_size:,} to {self.last * args.batch_size:,} of"
-                 f" {int(args.total_episodes):,} by {args.batch_size:,}")  # fmt: skip
+    def begin(self, **parts: Any) -> None:
+        """Name what checkpoints hold, and load it when the run goes on from one; from here on a signal waits."""
+        self.parts = parts
+        if self.first > 0:
+            load_checkpoint(str(self.args.resume), **parts)
+        self.start_time = time.time()
+        for sign in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(sign, self.stop)
 
-    def compile(self, agent: Any) -> None:
-        models = [agent.policy] if agent.shared else [agent.policy, agent.value]
-        for block in [block for model in models for block in model.transformer.h] if self.args.compile else ():
-            block.compile(dynamic=True)
+    def stop(self, *_: Any) -> None:
+        """End with this iteration, saved; at the second signal at once."""
+        if self.stopping:
+            raise KeyboardInterrupt
+        self.stopping = True
+        if RANK == 0:
+            self.bar.write("interrupted: this iteration is finished and saved first; once more leaves at once")
 
-    def report(self, iteration: int, figures: dict[str, Any]) -> None:
-        """Print and log an evaluation; before and after training also answers; say when the proxy parts from the gold."""
-        step = iteration * self.args.batch_size
-        self.say(f"step {step:,}: {describe(figures)}")
-        for prompt, answer in figures["texts"] if iteration in (0, self.last) else ():
-            self.say(f"    {prompt} | {answer}")
-        self.note({f"eval/{k.replace('/', '_')}": v for k, v in figures.items() if k != "texts"}, step)
-        gold, proxy = figures.get("gold", -float("inf")), figures["proxy"]
-        if gold >= self.peak[0]:
-            self.peak = gold, proxy
-        elif gold < self.peak[0] - 1 and proxy > self.peak[1] and "gold" not in self.said:
-            self.said.add("gold")
-            self.say(f"step {step:,}: the proxy has risen to {proxy:+.2f} while gold fell from {self.peak[0]:+.2f} to {gold:+.2f}:"
-                     " the reward model is over-optimised; raise --beta or stop earlier")  # fmt: skip
+    def report(self, iteration: int, evaluation: Evaluation) -> None:
+        """Print and log an evaluation; before and after training also answers; say when the proxy parts from gold."""
+        step = iteration * self.batch_size
+        means = evaluation.means
+        self.say(f"step {step:,}: {describe(means)}")
+        if iteration in (0, self.last):
+            self.say("\n".join(evaluation.answers))
+        self.note({f"eval/{name}": x for name, x in means.items()}, step)
+        gold, proxy = means.get("gold", -float("inf")), means["proxy"]
+        if gold >= self.peak["gold"]:
+            self.peak = {"gold": gold, "proxy": proxy}
+        elif gold < self.peak["gold"] - 1 and proxy > self.peak["proxy"] and "gold" not in self.warned:
+            self.warned.add("gold")
+            self.say(
+                f"step {step:,}: the proxy has risen to {proxy:+.2f} while gold fell from {self.peak['gold']:+.2f} to"
+                f" {gold:+.2f}: the reward model is over-optimised; raise --beta or stop earlier"
+            )
 
     def end_iteration(self, metrics: dict[str, Any]) -> None:
-        """Log, and write a checkpoint when it is due."""
-        stacked = torch.stack([torch.as_tensor(x, dtype=torch.float32, device=self.device) for x in metrics.values()])
-        self.metrics = dict(zip(metrics, global_mean(stacked).tolist(), strict=True))
-        self.iteration += 1
-        step, trained = self.iteration * self.args.batch_size, (self.iteration - self.first) * self.args.batch_size
+        """Log, and save when it is due; raises RunError if not all is finite, KeyboardInterrupt after `stop`."""
+        means = global_mean(torch.tensor([float(x) for x in metrics.values()]))
+        self.metrics = dict(zip(metrics, means.tolist(), strict=True))
+        if not all(x.isfinite().all() for x in self.parts["agent"].state_dict().values()):
+            raise RunError(
+                f"agent is not finite after iteration {self.iteration + 1}, which is not saved; lower --learning-rate"
+            )
+        stopping = global_mean(torch.tensor(float(self.stopping))) > 0  # whichever process got the signal
         self.scores.append(self.metrics["charts/episodic_return"])
+        self.iteration += 1
+        if RANK == 0:
+            self.log()
+            if self.iteration == self.last:
+                self.save_model("policy", self.parts["agent"].policy)
+            if stopping or self.iteration == self.last or self.iteration % self.every == 0:
+                self.save("checkpoint.pt", self.parts)
+        if stopping and self.iteration < self.last:
+            raise KeyboardInterrupt
+
+    def log(self) -> None:
+        """Write to TensorBoard, move the progress bar (without a terminal a line), warn once each."""
+        step = self.iteration * self.batch_size
         self.metrics["charts/learning_rate"] = self.parts["optimizer"].param_groups[0]["lr"]
-        self.metrics["charts/SPS"] = trained / (time.time() - self.start_time)
-        if not RANK:
-            self.note(self.metrics, step)
-            self.show(step)
-        every = self.args.checkpoint_every
-        if every and (self.iteration % every == 0 or self.iteration == self.last):
-            self.save("checkpoint.pt", **self.parts)
+        self.metrics["charts/SPS"] = (self.iteration - self.first) * self.batch_size / (time.time() - self.start_time)
+        self.note(self.metrics, step)
 
-    def show(self, step: int) -> None:
-        """Move the progress bar (without a terminal: a line every ten seconds); give each health warning once."""
-        text = f"proxy {self.metrics['charts/proxy']:+.2f}, KL {self.metrics['kl/ref']:.2f}, beta {self.metrics['charts/beta']:.3g}"
+        text = (
+            f"proxy {self.metrics['charts/proxy']:+.2f}, KL {self.metrics['kl/ref']:.2f},"
+            f" beta {self.metrics['charts/beta']:.3g}"
+        )
         self.bar.set_postfix_str(text, refresh=False)
-        self.bar.update(self.args.batch_size)
-        if self.bar.disable and (time.time() > self.line_time + 10 or self.iteration == self.last):
-            self.line_time = time.time()
-            print(f"step {step:,}, {text}, {self.metrics['charts/SPS']:.0f} responses/s", flush=True)
-        for name, warning in health(self.metrics, 1.5 * (self.args.target_kl or 0.1)):
-            if (self.iteration > 10 or "skipped" in name) and name not in self.said:
-                self.said.add(name)
-                self.bar.write(f"step {step:,}: {warning}")
+        self.bar.update(self.batch_size)
+        if self.bar.disable:  # no terminal
+            self.bar.write(f"step {step:,}, {text}, {self.metrics['charts/SPS']:.0f} responses/s")
+        for name, low, high, meaning in HEALTHY:
+            value = self.metrics[name]
+            due = self.iteration > 10 or name == "charts/skipped_updates"
+            if (value < low or value > high) and due and name not in self.warned:
+                self.warned.add(name)
+                self.bar.write(f"step {step:,}: {name} is {value:.3g}: {meaning}")
 
-    def save(self, name: str, **parts: Any) -> None:
-        """Write a file whole or not at all: aside, to the disk, then renamed. It holds tensors, numbers and strings."""
-        weights = torch.cat([p.detach().reshape(-1) for p in self.parts["agent"].parameters()])
-        if not weights.isfinite().all():
-            raise FloatingPointError(f"weights are not finite after iteration {self.iteration}; {name} was not written")
-        if WORLD > 1:
-            low, high = weights.clone(), weights.clone()
-            dist.all_reduce(low, dist.ReduceOp.MIN)
-            dist.all_reduce(high, dist.ReduceOp.MAX)
-            if not torch.equal(low, high):
-                raise FloatingPointError("the processes hold different weights; nothing was saved")
-        if RANK:
-            return
-        state = {key: part.state_dict() for key, part in parts.items()}
+    def save(self, name: str, parts: Any) -> None:
+        """Write a file whole or not at all: aside, then renamed. It holds tensors, numbers and strings."""
+        state: dict[str, Any] = {key: self.parts[key].state_dict() for key in parts}
+        state |= {"iteration": self.iteration, "scores": list(self.scores), "world": WORLD, "args": asdict(self.args)}
         aside = self.folder / f"{name}.tmp"
         try:
-            with open(aside, "wb") as file:
-                numbers = {"iteration": self.iteration, "scores": list(self.scores), "processes": WORLD}
-                torch.save(state | numbers, file)
-                file.flush()
-                os.fsync(file.fileno())
+            torch.save(state, aside)
             aside.replace(self.folder / name)
         except (OSError, RuntimeError) as error:
-            if isinstance(error.__context__, KeyboardInterrupt):  # which torch reports as a file that ends too early
-                raise KeyboardInterrupt from None
-            raise OSError(f"{self.folder / name} could not be written and is as it was before ({error})") from error
+            raise RunError(f"{self.folder / name} could not be written and is as it was ({error})") from error
         finally:
             aside.unlink(missing_ok=True)
+        self.saved = self.iteration
 
-    def finish(self, policy: Any, task: Task) -> dict[str, float]:
-        """Save the policy and close the run; returns the last metrics."""
-        self.save_model("policy", policy, task)
-        if not RANK:
-            atexit.unregister(self.close)
+    def finish(self) -> dict[str, float]:
+        """Close the run; returns the last metrics."""
+        if RANK == 0:
             self.close()
-        return self.metrics | {"global_step": self.iteration * self.args.batch_size}
+        return self.metrics | {"global_step": self.iteration * self.batch_size}
 
     def close(self) -> None:
+        atexit.unregister(self.close)
         self.bar.close()
         self.writer.close()
-        state = "finished" if self.iteration >= self.last else "not finished: --resume goes on with it"
-        print(f"run folder: {self.folder} ({state})", flush=True)
+        self.lock.release()
+        left = f"not finished: --resume goes on from step {self.saved * self.batch_size:,}"
+        print(f"run folder: {self.folder} ({left if self.iteration < self.last else 'finished'})", flush=True)
 
 
-def restore(folder: str, device: torch.device, **parts: Any) -> tuple[int, list[float], int]:
-    """Load a checkpoint into `parts`; returns its iteration, latest scores and number of processes. Executes nothing."""
-    path = Path(folder, "checkpoint.pt" if Path(folder, "checkpoint.pt").exists() else "model.pt")
-    require(path.exists(), f"{folder} holds no checkpoint.pt yet")
+def load_checkpoint(folder: str, **parts: Any) -> dict[str, Any]:
+    """What the checkpoint of a run folder holds, loaded into `parts`, too. Executes nothing. Raises UsageError."""
+    path = Path(folder, "checkpoint.pt")
+    require(path.exists(), f"{folder} holds no checkpoint.pt")
     try:
-        state = torch.load(path, map_location=device, weights_only=True)
+        state = torch.load(path, map_location="cpu", weights_only=True)
         for key, part in parts.items():
             part.load_state_dict(state[key])
-        return int(state["iteration"]), [float(score) for score in state["scores"]], int(state["processes"])
+        state["args"] = Args(**state["args"])
+        return state
     except Exception as error:
-        sentence = f"{path} is no checkpoint of this script and run: {type(error).__name__} {error}"
-        raise UsageError(sentence.splitlines()[0]) from None
+        raise UsageError(f"{path} is no whole checkpoint of this script ({type(error).__name__})") from None
 
 
-def evaluate(args: Args) -> list[float]:
-    """Means over --eval-episodes answers of the policy saved in the folder --evaluate, printed; returns [proxy] or [proxy, gold]."""
-    device, folder = start(args), str(args.evaluate)
+# --- Evaluation
+
+
+def evaluate(args: Args) -> dict[str, float]:
+    """Means over --eval-episodes answers of the policy saved in the folder --evaluate, printed."""
+    device = start(args)
+    folder = str(args.evaluate)
     task, _ = load_task(args, device)
-    try:
-        reference, reward_model = (load_stage(Path(folder, name), device) for name in ("sft", "reward_model"))
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{folder} holds no sft and reward_model folder yet: {str(error).splitlines()[0]}") from None
+    reference = load_stage(Path(folder, "sft"), device)
+    reward_model = load_stage(Path(folder, "reward_model"), device)
     check_room(args, reference)
     agent = make_agent(args, reference, reward_model)
-    if Path(folder, "policy").exists() and not Path(folder, "checkpoint.pt").exists():  # of --checkpoint-every 0
-        agent.policy = load_stage(Path(folder, "policy"), device)
-    else:
-        restore(folder, device, agent=agent)
+    load_checkpoint(folder, agent=agent)
     score = lambda responses: reward_scores(reward_model, responses.tokens, responses.mask, args.bf16)
-    figures = measure(args, task, agent, reference, score)
-    print(f"{folder}: {describe(figures)} over {args.eval_episodes} sampled responses")
-    for prompt, answer in figures["texts"]:
-        print(f"    {prompt} | {answer}")
-    return [figures[k] for k in ("proxy", "gold") if k in figures]
+    means, answers = measure(args, task, agent, reference, score)
+    print(f"{folder}: {describe(means)} over {args.eval_episodes} sampled responses")
+    print("\n".join(answers))
+    return means
+
+
+# --- Main
+
+
+def saved_args(folder: str) -> Args:
+    """The arguments of a run: from its checkpoint, or from args.json while it has saved no more than stages."""
+    if Path(folder, "checkpoint.pt").exists() or Path(folder, "policy").exists():
+        return load_checkpoint(folder)["args"]
+    try:
+        return Args(**json.loads(Path(folder, "args.json").read_text()))
+    except (OSError, ValueError, TypeError):
+        raise UsageError(f"{folder} holds no checkpoint.pt, nor the args.json of a run of this script") from None
 
 
 def absolute(args: Args) -> Args:
@@ -1345,34 +1590,28 @@ def parse_args(argv: list[str] | None = None) -> Args:
     """The command line; a preset, or with --resume or --evaluate the flags of that run, give the defaults."""
     args = tyro.cli(Args, args=argv)
     folder = args.resume or args.evaluate
-    require(not (args.resume and args.evaluate), "--resume and --evaluate exclude each other")
     if folder is None:
-        smoke = Args(**SMOKE)  # type: ignore[arg-type]
-        return absolute(args if args.preset == "default" else tyro.cli(Args, args=argv, default=smoke))
-    try:
-        saved = Args(**json.loads(Path(folder, "args.json").read_text()))
-    except (OSError, ValueError, TypeError) as error:
-        raise UsageError(f"{folder} is no run folder of this script: {error}") from None
+        if args.preset == "smoke":
+            args = tyro.cli(Args, args=argv, default=Args(**SMOKE))
+        return absolute(args)
+    saved = saved_args(folder)
     args = absolute(tyro.cli(Args, args=argv, default=saved))
-    changed = [k.replace("_", "-") for k, v in vars(args).items() if k not in MAY_CHANGE and v != getattr(saved, k)]
-    require(args.evaluate or not changed, f"--resume cannot change the run's own --{', --'.join(changed)}")
+    changed = {name for name, _ in asdict(args).items() - asdict(saved).items()} - MAY_CHANGE
+    require(args.evaluate or not changed, f"--resume cannot change the run's own {', '.join(sorted(changed))}")
     return args
 
 
 def main() -> None:
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # leave as after Ctrl-C
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # a log shows at once what was said
     try:
         args = parse_args()
-        evaluate(args) if args.evaluate else train(args)
-        for sign in (signal.SIGINT, signal.SIGTERM):  # all is written, and the exit is no interruption
-            signal.signal(sign, signal.SIG_IGN)
-    except (EOFError, ConnectionError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and not (WORLD > 1 and re.search("gloo|nccl", str(error), re.I)):
-            raise
-        sys.exit(f"error: a process on which this one depends has died: {' '.join(repr(error).split())}")
-    except (UsageError, FloatingPointError, OSError, KeyboardInterrupt) as error:
+        if args.evaluate:
+            evaluate(args)
+        else:
+            train(args)
+    except (UsageError, RunError, KeyboardInterrupt, ModuleNotFoundError) as error:
         print(f"error: {' '.join(str(error).split()) or 'interrupted'}", file=sys.stderr)
-        sys.exit({UsageError: 2, KeyboardInterrupt: 130}.get(type(error), 1))
+        sys.exit(1 if isinstance(error, RunError) else 130 if isinstance(error, KeyboardInterrupt) else 2)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
