@@ -114,7 +114,7 @@ ELEMENTS = {  # what has a name instead of a number: script and functions
     "TRPO-FVP": ("trpo", "fisher_vector_product", "update_policy"),
     "TRPO-CG": ("trpo", "conjugate_gradient"),
     "TRPO-step": ("trpo", "natural_step"),
-    "TRPO-search": ("trpo", "line_search", "kl_divergence", "update_policy"),
+    "TRPO-search": ("trpo", "line_search", "kl", "update_policy"),
     "TRPO-degenerate": ("trpo", "conjugate_gradient", "natural_step", "line_search", "update_policy", "report"),
     "PEN-KL": ("ppo_penalty", "kl_divergence"),
     "PEN-loss": ("ppo_penalty", "penalized_surrogate_loss", "ppo_loss"),
