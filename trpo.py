@@ -1,6 +1,15 @@
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["gymnasium[mujoco]==1.4.0", "mujoco==4.0.0", "numpy==2.4.6", "tensorboard==2.21.0", "torch==2.13.0", "tqdm==4.70.1", "tyro==1.0.17"]
+# dependencies = [
+#     "filelock==4.3.1",
+#     "gymnasium[mujoco]==1.4.0",
+#     "mujoco==4.0.0",
+#     "numpy==2.4.6",
+#     "tensorboard==2.21.0",
+#     "torch==2.13.0",
+#     "tqdm==4.70.1",
+#     "tyro==1.0.17",
+# ]
 # ///
 """Trust Region Policy Optimization (TRPO, arXiv:1502.05477) for continuous and discrete actions.
 
@@ -15,12 +24,12 @@
         fit the value network to the returns                         -              minibatches, value_loss
 
     python trpo.py --env-id HalfCheetah-v5                           train (--help lists every flag)
-    python trpo.py --resume runs/FOLDER                              go on after an interruption, exactly
-    python trpo.py --evaluate runs/FOLDER                            play episodes with the saved policy
+    ... --resume runs/FOLDER                                         go on after an interruption, exactly
+    ... --evaluate runs/FOLDER                                       play episodes with the saved policy
 
-[n] marks detail n of "The 37 Implementation Details of PPO" (see DETAILS.md); eq., § and App. are the paper's (PPO's,
-arXiv:1707.06347, in what the PPO scripts share). Shapes: T = num_steps, N = num_envs of this process, D = observation,
-A = action components (discrete actions are one-hot), B = any batch, n = policy parameters, all in one vector θ.
+[n] marks detail n of "The 37 Implementation Details of PPO" (see DETAILS.md); eq., § and App. are the paper's.
+Shapes: T = num_steps, N = num_envs of this process, D = observation, A = action components (discrete actions are
+one-hot), B = any batch, n = policy parameters, all in one vector θ.
 """
 
 from __future__ import annotations
@@ -28,27 +37,31 @@ from __future__ import annotations
 import atexit
 import functools
 import json
+import multiprocessing
 import os
 import random
 import re
 import signal
 import sys
-import tempfile
 import time
+import uuid
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
-from importlib.util import find_spec
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import gymnasium as gym
+import mujoco
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 import tyro
+from filelock import FileLock
 from torch import Tensor
+from torch.func import functional_call, grad
 from tqdm import tqdm
 
 
@@ -83,17 +96,117 @@ class Args:
     bf16: bool = False  # value network in bfloat16 (autocast), other matrix products in TF32
     exp_name: str = "trpo"  # name of the experiment, part of the folder's name
     run_dir: str = "runs"  # where run folders are made
-    checkpoint_every: int | None = None  # iterations; 0 never, default 51,200 steps per env; episodes restart there
+    checkpoint_every: int = 25  # iterations; 0 only at the end; episodes restart there
     resume: str | None = None  # run folder to go on with; its flags are the defaults
     evaluate: str | None = None  # run folder whose policy plays, without training
     eval_episodes: int = 10  # episodes to play
     eval_sample: bool = True  # sample actions as in training; --no-... takes the most probable one
-    capture_video: bool = False  # film episodes 0, 1, 8, 27, ... of the first environment, in evaluation all
+    capture_video: bool = False  # film an episode with each checkpoint, in evaluation all
     save_model: bool = False  # write model.pt at the end: the weights without optimiser state
     track: bool = False  # mirror TensorBoard to Weights & Biases
     wandb_project_name: str = "ppo"  # W&B project
     wandb_entity: str | None = None  # W&B team
-    target_kl = None  # no flag: the line search bounds the KL itself
+
+
+class RunningMeanStd(nn.Module):
+    """Mean and standard deviation of all rows seen so far, by sums in float64; a module for the sake of checkpoints."""
+
+    def __init__(self, *shape: int):
+        super().__init__()
+        self.sums = np.zeros((3, *shape))  # of 1, x and x² over the rows
+        self.sums[[0, 2]] = 1e-4  # as if a little of mean 0 and variance 1 had been seen
+        self.state = nn.Buffer(torch.from_numpy(self.sums))  # the same memory
+        self.shared = nn.Buffer(self.state.clone())  # what all processes know of
+
+    def update(self, x: np.ndarray) -> None:
+        """Take in the rows of x [n, ...]."""
+        self.sums += np.array([np.ones_like(x), x, np.square(x)]).sum(1)
+
+    def mean_and_std(self) -> tuple[np.ndarray, np.ndarray]:
+        count, total, squares = self.sums
+        mean = total / count
+        variance = np.maximum(squares / count - np.square(mean), 0)
+        return mean, np.sqrt(variance + 1e-8)
+
+    def normalize(self, x: np.ndarray) -> np.ndarray:
+        """x [..., D] with mean 0 and variance 1 [28], clipped to ±10 [29], in float32."""
+        mean, std = self.mean_and_std()
+        return ((x - mean) / std).clip(-10, 10).astype(np.float32)
+
+    def share(self) -> None:
+        """Add what the other processes have seen since the last call."""
+        new = self.state - self.shared
+        dist.all_reduce(new)
+        self.shared.add_(new)
+        self.state.copy_(self.shared)
+
+
+class Episode(NamedTuple):
+    """An episode that has ended: in which environment of all processes, the sum of its raw rewards, its steps."""
+
+    env: int
+    score: float
+    length: int
+
+
+class NormalizedEnvs:
+    """N environments stepped together [1], observations and rewards normalised; a finished one restarts in the step.
+
+    `obs` float32 [N, D] is what to act on next: the first observation of the next episode where one has ended.
+    """
+
+    def __init__(self, args: Args, num_envs: int):
+        self.make = lambda: make_envs(args, num_envs)
+        self.gamma = args.gamma
+        self.envs = probe_env(args)
+        self.low, self.high = self.envs.action_space.low, self.envs.action_space.high
+        self.obs_dim, self.action_dim = self.envs.observation_space.shape[0], len(self.low)
+        self.obs_stats = RunningMeanStd(self.obs_dim)
+        self.return_stats = RunningMeanStd()
+
+    def reset(self, seed: int) -> None:
+        """Start N new episodes that depend on `seed` alone."""
+        self.envs.close()
+        self.envs = self.make()  # some environments remember more than their reset clears
+        raw_obs, self.info = self.envs.reset(seed=seed)
+        self.lengths = np.zeros(len(raw_obs))
+        self.scores = np.zeros(len(raw_obs))
+        self.discounted = np.zeros(len(raw_obs))
+        self.obs = self.normalize(raw_obs)
+
+    def normalize(self, raw_obs: np.ndarray) -> np.ndarray:
+        self.obs_stats.update(raw_obs.astype(np.float64))
+        return self.obs_stats.normalize(raw_obs)
+
+    def step(self, actions: np.ndarray) -> tuple[Any, ...]:
+        """Take actions [N, A]; returns the observations [N, D] that they led to, also where an episode ended, scaled
+        rewards, terminations and truncations [N], and the episodes that ended."""
+        executed = actions.clip(self.low, self.high)  # [27]
+        raw_obs, rewards, terminations, truncations, self.info = self.envs.step(executed)
+        dones = terminations | truncations
+        raw_next_obs = raw_obs.copy()
+        if dones.any():
+            raw_next_obs[dones] = np.stack(self.info["final_obs"][dones])
+        # A reward of your own belongs here: raw_next_obs is what the actions led to, self.info what came with it.
+
+        self.lengths += 1
+        self.scores += rewards
+        self.discounted = self.discounted * self.gamma + rewards
+        self.return_stats.update(self.discounted)
+        _, std = self.return_stats.mean_and_std()
+        scaled_rewards = (rewards / std).clip(-10, 10)  # [30] [31]
+        ended = np.flatnonzero(dones).tolist()
+        first = RANK * len(dones)
+        episodes = [Episode(first + i, float(self.scores[i]), int(self.lengths[i])) for i in ended]
+
+        next_obs = self.normalize(raw_next_obs)
+        self.obs = next_obs.copy()
+        if episodes:
+            self.obs[dones] = self.normalize(raw_obs[dones])
+            self.lengths[dones] = 0
+            self.scores[dones] = 0
+            self.discounted[dones] = 0  # [30] no return leaks into the next episode
+        return next_obs, scaled_rewards, terminations, truncations & ~terminations, episodes  # both at once: terminated
 
 
 def layer_init(layer: Any, gain: float = 2**0.5) -> Any:
@@ -103,24 +216,85 @@ def layer_init(layer: Any, gain: float = 2**0.5) -> Any:
     return layer
 
 
-Pi = tuple[Tensor, ...]  # distributions of actions: normal (means [B, A], log std [A]) or categorical (logits [B, A],)
+def mlp(inputs: int, outputs: int, gain: float) -> nn.Sequential:
+    """Two hidden layers of 64 [26]; `gain` of the last one."""
+    return nn.Sequential(
+        layer_init(nn.Linear(inputs, 64)),
+        nn.Tanh(),
+        layer_init(nn.Linear(64, 64)),
+        nn.Tanh(),
+        layer_init(nn.Linear(64, outputs), gain),
+    )
+
+
+class Gaussian(NamedTuple):
+    """π(·|s) over continuous actions: normal components, the noise of which does not depend on the state [24]."""
+
+    outputs: Tensor  # [B, A] of the network: the means
+    logstd: Tensor  # [A]
+
+    def log_prob(self, actions: Tensor) -> Tensor:
+        return gaussian_logprob(actions, self.outputs, self.logstd)
+
+    def kl(self, new: Gaussian) -> Tensor:
+        """KL(self‖new) [B]."""
+        distance = ((self.outputs - new.outputs) / new.logstd.exp()).square()
+        log_variances = 2 * (self.logstd - new.logstd)  # their ratio
+        return 0.5 * (distance + log_variances.expm1() - log_variances).sum(-1)
+
+    def entropy(self) -> Tensor:
+        """Mean over the batch; a scalar."""
+        return (self.logstd + 0.5 * np.log(2 * np.pi * np.e)).sum()
+
+    def noise(self, *shape: int) -> Tensor:
+        return self.logstd.detach().exp() * torch.randn(shape, device=self.logstd.device)
+
+    def choose(self, noisy: np.ndarray) -> np.ndarray:
+        """Actions [..., A] by outputs with noise; by outputs alone the most probable ones."""
+        return noisy
+
+
+class Categorical(NamedTuple):
+    """π(·|s) over discrete actions, one-hot. The largest logit with Gumbel noise is a sample of softmax(logits)."""
+
+    outputs: Tensor  # [B, A] of the network: the logits
+
+    def log_prob(self, actions: Tensor) -> Tensor:
+        """log π(a|s) [B] of one-hot actions, or its mean over probabilities of actions; [B, A]."""
+        return (actions * self.outputs.log_softmax(-1)).sum(-1)
+
+    def kl(self, new: Categorical) -> Tensor:
+        probabilities = self.outputs.softmax(-1)
+        return self.log_prob(probabilities) - new.log_prob(probabilities)
+
+    def entropy(self) -> Tensor:
+        return -self.log_prob(self.outputs.softmax(-1)).mean()
+
+    def noise(self, *shape: int) -> Tensor:
+        return -self.outputs.new_empty(shape).exponential_().log()
+
+    def choose(self, noisy: np.ndarray) -> np.ndarray:
+        return np.eye(noisy.shape[-1])[noisy.argmax(-1)]
 
 
 class Agent(nn.Module):
-    """Separate policy and value networks [13] [26]; the noise of a normal policy does not depend on the state [24]."""
+    """Separate policy and value networks [13]."""
 
     def __init__(self, obs_dim: int, action_dim: int, discrete: bool, bf16: bool = False):
         super().__init__()
         self.bf16 = bf16
-        hidden = lambda: [layer_init(nn.Linear(obs_dim, 64)), nn.Tanh(), layer_init(nn.Linear(64, 64)), nn.Tanh()]
-        self.actor = nn.Sequential(*hidden(), layer_init(nn.Linear(64, action_dim), gain=0.01))
-        self.critic = nn.Sequential(*hidden(), layer_init(nn.Linear(64, 1), gain=1.0))
+        self.actor = mlp(obs_dim, action_dim, gain=0.01)
+        self.critic = mlp(obs_dim, 1, gain=1.0)
         self.actor_logstd = None if discrete else nn.Parameter(torch.zeros(action_dim))
         self.failures = nn.Buffer(torch.tensor(0))  # iterations without a step; here so that checkpoints hold it
 
-    def forward(self, obs: Tensor) -> Pi:
-        """The policy π for observations [B, D]."""
-        return (self.actor(obs),) if self.actor_logstd is None else (self.actor(obs), self.actor_logstd)
+    def policy(self, obs: Tensor) -> Gaussian | Categorical:
+        """π(·|s) for observations [B, D]."""
+        if self.actor_logstd is None:
+            return Categorical(self.actor(obs))
+        return Gaussian(self.actor(obs), self.actor_logstd)
+
+    forward = policy  # what functional_call computes for a θ
 
     def values(self, obs: Tensor) -> Tensor:
         """V [B] of observations [B, D]."""
@@ -128,8 +302,21 @@ class Agent(nn.Module):
             return self.critic(obs).float().squeeze(-1)
 
 
-def compute_gae(rewards: Tensor, values: Tensor, next_values: Tensor, terminations: Tensor, dones: Tensor, gamma: float,
-                gae_lambda: float) -> tuple[Tensor, Tensor]:  # fmt: skip
+def gaussian_logprob(actions: Tensor, means: Tensor, logstd: Tensor) -> Tensor:
+    """log π(a|s) [B] of independent normal components [23]: the sum over components [25]; actions and means [B, A]."""
+    standard = (actions - means) / logstd.exp()
+    return -0.5 * standard.square().sum(-1) - (logstd + 0.5 * np.log(2 * np.pi)).sum(-1)
+
+
+def compute_gae(
+    rewards: Tensor,
+    values: Tensor,
+    next_values: Tensor,
+    terminations: Tensor,
+    dones: Tensor,
+    gamma: float,
+    gae_lambda: float,
+) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation [5] (arXiv:1506.02438, eq. 16) and the TD(λ) targets of the value.
 
     All are [T, N]. `next_values[t]` is V of the state that step t led to: at an episode end the final observation, not
@@ -137,233 +324,12 @@ def compute_gae(rewards: Tensor, values: Tensor, next_values: Tensor, terminatio
     """
     deltas = rewards + gamma * next_values * (1 - terminations) - values
     decays = gamma * gae_lambda * (1 - dones)  # 0 cuts the sum at every episode end
-    advantages, running = torch.empty_like(deltas), torch.zeros_like(deltas[0])
+    advantages = torch.empty_like(deltas)
+    running = torch.zeros_like(deltas[0])
     for t in reversed(range(len(deltas))):
-        advantages[t] = running = deltas[t] + decays[t] * running
+        running = deltas[t] + decays[t] * running
+        advantages[t] = running
     return advantages, advantages + values
-
-
-def log_prob(actions: Tensor, pi: Pi) -> Tensor:
-    """log π(a|s) [B] of actions [B, A], normal or one-hot."""
-    return gaussian_logprob(actions, *pi) if len(pi) == 2 else (actions * pi[0].log_softmax(-1)).sum(-1)
-
-
-def kl_divergence(old: Pi, new: Pi) -> Tensor:
-    """KL(old‖new) [B] of independent normal components or of categorical distributions."""
-    if len(old) == 1:
-        old_logprobs, logprobs = old[0].log_softmax(-1), new[0].log_softmax(-1)
-        return (old_logprobs.exp() * (old_logprobs - logprobs)).sum(-1)
-    (old_means, old_logstd), (means, logstd) = old, new
-    variance_ratio = (2 * (old_logstd - logstd)).exp()
-    return 0.5 * (((old_means - means) / logstd.exp()).square() + variance_ratio - 1 - variance_ratio.log()).sum(-1)
-
-
-def surrogate(pi: Pi, actions: Tensor, logprobs: Tensor, advantages: Tensor, ent_coef: float) -> Tensor:
-    """E[π(a|s)/π_old(a|s)·Â], the objective of eq. 14 as single paths estimate it (§5.1), plus c·entropy; a scalar."""
-    return ((log_prob(actions, pi) - logprobs).exp() * advantages).mean() + ent_coef * entropy(pi)
-
-
-def fisher_vector_product(policy: Callable[[Tensor], Pi], theta: Tensor, damping: float) -> Callable[[Tensor], Tensor]:
-    """v -> (F + damping)v [n], F = E[JᵀMJ] at θ (App. C.1): J is the derivative of what defines π by θ, M the Fisher
-    matrix in those parameters, the second derivative of the KL. Linearised once, a product is three linear maps."""
-    vjp: Any = torch.func.vjp
-    old, transposed = vjp(policy, theta)  # u -> Jᵀu, reverse mode
-    _, forward = vjp(lambda u: transposed(u)[0], old)  # v -> Jv, forward mode as the transpose of Jᵀ
-    _, fisher = vjp(torch.func.grad(lambda new: kl_divergence(old, new).mean()), old)  # w -> Mw = Mᵀw
-    return lambda v: global_mean(transposed(*fisher(*forward(v)))[0]) + damping * v
-
-
-def conjugate_gradient(matvec: Callable[[Tensor], Tensor], b: Tensor, iters: int, tol: float = 1e-10) -> Tensor:
-    """x ≈ A⁻¹b [n] from x = 0 for the positive definite A of `matvec`, until ‖b - Ax‖ ≤ tol·‖b‖; what has been reached
-    if a direction p turns up whose curvature pᵀAp is not positive."""
-    x, residual, p = torch.zeros_like(b), b, b
-    square = first = b @ b
-    for _ in range(iters):
-        product = matvec(p)
-        curvature = p @ product
-        if not (square > tol**2 * first and curvature > 0):  # NaN ends it, too
-            break
-        alpha = square / curvature
-        x, residual = x + alpha * p, residual - alpha * product
-        square, previous = residual @ residual, square
-        p = residual + square / previous * p
-    return x
-
-
-def natural_step(gradient: Tensor, matvec: Callable[[Tensor], Tensor], iters: int,
-                 max_kl: float) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """√(2δ / xᵀFx)·x for x ≈ F⁻¹g, whose KL is δ to second order (App. C; a damped F makes it a little shorter), and
-    ‖g - Fx‖ / ‖g‖. A step of 0 where there is none: no gradient, curvature not positive, not finite."""
-    x = conjugate_gradient(matvec, gradient, iters)
-    product = matvec(x)
-    step = (2 * max_kl / (x @ product)).sqrt() * x
-    usable = bool(x @ product > 0) and bool(step.isfinite().all())
-    return step if usable else torch.zeros_like(x), ((gradient - product).norm() / gradient.norm()).nan_to_num()
-
-
-def line_search(measure: Callable[[Tensor], Tensor], theta: Tensor, step: Tensor, max_kl: float, decay: float,
-                steps: int) -> tuple[Tensor, Tensor, float, int]:  # fmt: skip
-    """The first θ + decay^k·step, k = 0 ... steps, that improves the surrogate with a KL ≤ δ (App. C), otherwise θ.
-    `measure(θ)` begins with these two. Returns the new θ, its measure, decay^k or 0 for no step, and k."""
-    before = measure(theta)
-    for k in range(steps + 1):
-        after = measure(candidate := theta + decay**k * step)
-        if 0 < after[0] - before[0] < float("inf") and after[1] <= max_kl:  # never true of NaN
-            return candidate, after, decay**k, k
-    return theta, before, 0.0, steps
-
-
-@torch.no_grad()
-def update_policy(args: Args, agent: Agent, obs: Tensor, actions: Tensor, advantages: Tensor) -> dict[str, Any]:
-    """One step on the whole batch [T, N, ...], the same in every process; returns what to log."""
-    policy = lambda theta, obs=obs: torch.func.functional_call(agent, unflatten(agent, theta), (obs,))  # π_θ
-    theta = torch.cat([p.flatten() for p in policy_parameters(agent).values()])
-    old = policy(theta)
-    data = actions, log_prob(actions, old), advantages, args.ent_coef
-
-    def measure(theta: Tensor) -> Tensor:
-        """Surrogate, KL(π_old‖π_θ), its estimates as PPO logs them [12], and entropy, over all processes."""
-        pi = policy(theta)
-        logratio = log_prob(actions, pi) - data[1]
-        kls = kl_divergence(old, pi).mean(), -logratio.mean(), (logratio.expm1() - logratio).mean()
-        return global_mean(torch.stack([surrogate(pi, *data), *kls, entropy(pi)]))
-
-    gradient = global_mean(torch.func.grad(lambda theta: surrogate(policy(theta), *data))(theta))
-    matvec = fisher_vector_product(lambda theta: policy(theta, obs[:: args.fvp_subsample]), theta, args.cg_damping)
-    step, residual = natural_step(gradient, matvec, args.cg_iters, args.max_kl)
-    search = args.max_kl, args.line_search_decay, args.line_search_steps
-    new, stats, fraction, backtracks = line_search(measure, theta, step, *search)
-    if fraction > 0:  # otherwise nothing is written: the old parameters stand bit for bit
-        for name, part in unflatten(agent, new).items():
-            agent.get_parameter(name).copy_(part)
-    agent.failures.add_(fraction == 0)
-    gain, expected = stats[0] - global_mean(surrogate(old, *data)), (gradient @ step).nan_to_num()
-    numbers = gain, expected, fraction, backtracks, agent.failures, residual, gradient.norm().nan_to_num()
-    return dict(zip(STATS, (-stats[0], *stats[1:], *numbers), strict=True))
-
-
-def train(args: Args) -> dict[str, float]:
-    """Run the loop; returns the last metrics. Raises UsageError before anything is written, FloatingPointError."""
-    device = start(args)
-    torch.set_num_threads(1)  # networks this small lose time when threads share them
-    envs = NormalizedEnvs(args, args.num_envs // WORLD)
-    obs_dim, action_dim, discrete = envs.obs_stats.mean.size, envs.low.size, envs.envs.discrete
-    torch.manual_seed(args.seed)  # the same weights in every process
-    agent = Agent(obs_dim, action_dim, discrete, args.bf16).to(device)
-    optimizer = torch.optim.Adam([weights := flatten(agent.critic)], args.learning_rate, eps=1e-5, fused=True)  # [3]
-    run = Run(args, device, agent=agent, optimizer=optimizer, obs_stats=envs.obs_stats, return_stats=envs.return_stats)
-    values_fn = run.compile(agent.values)
-    shape = (args.num_steps, args.num_envs // WORLD)  # [T, N]
-    seen, reached = np.zeros((2, *shape, obs_dim), np.float32)  # before and after each step
-    taken = np.zeros((*shape, action_dim), np.float32)  # actions
-    rows = np.zeros((args.num_steps, 3, shape[1]), np.float32)  # rewards, terminations, truncations
-
-    for iteration in range(run.first, run.last):
-        if run.starts_afresh(iteration):
-            envs.reset(reseed(args.seed, iteration))
-        policy, noise = in_numpy(agent.actor), draw_noise(agent, *shape).cpu().numpy()
-        for t in range(args.num_steps):  # a segment of fixed length; the next one goes on where this one ends [1]
-            seen[t] = envs.obs
-            taken[t] = choose(policy(envs.obs) + noise[t], discrete)
-            rows[t], finished = envs.step(taken[t])
-            reached[t] = envs.final_obs
-            run.episodes(t, finished, lambda: envs.envs.envs[0].render())
-        obs, next_obs, actions, stored = (torch.from_numpy(x).to(device) for x in (seen, reached, taken, rows))
-        rewards, terminations, truncations = stored.unbind(1)
-        dones = terminations + truncations
-        ends = terminations if args.bootstrap_truncated else dones
-        values, next_values = agent.values(torch.stack([obs, next_obs])).detach()
-        advantages, returns = compute_gae(rewards, values, next_values, ends, dones, args.gamma, args.gae_lambda)
-        normal = normalize_advantages(advantages) if args.norm_adv else advantages
-        metrics = update_policy(args, agent, obs, actions, normal)
-        report(run, metrics)
-        batch, losses = [x.flatten(0, 1) for x in (obs, values, returns)], []  # [T·N, ...]
-        for index in minibatches(len(batch[0]), args.num_minibatches, args.update_epochs, device):
-            inputs, old_values, targets = (x[index] for x in batch)
-            loss = value_loss(values_fn(inputs), old_values, targets, None)
-            losses.append(loss.detach().clone())
-            weights.grad.zero_()
-            loss.backward()
-            average_gradients(agent)
-            optimizer.step()
-        metrics["losses/value_loss"] = torch.stack(losses).mean()
-        metrics["losses/explained_variance"] = 1 - (returns - values).var(correction=0) / returns.var(correction=0)
-        if agent.actor_logstd is not None:
-            metrics["charts/policy_std"] = agent.actor_logstd.detach().exp().mean()
-            metrics["charts/clipped_actions"] = np.mean(taken != taken.clip(envs.low, envs.high))
-        run.end_iteration(metrics)
-    return run.finish()
-
-
-# ------------------------------------------------------------------------------------------------------------ Plumbing
-
-RANK, WORLD, LOCAL_RANK = (int(os.environ.get(k, d)) for k, d in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
-STATS = """losses/policy_loss losses/kl losses/old_approx_kl losses/approx_kl losses/entropy trpo/improvement
-    trpo/expected_improvement trpo/step_fraction trpo/backtracks trpo/failures trpo/cg_residual
-    trpo/gradient_norm""".split()
-POSITIVE = """num_envs num_steps num_minibatches update_epochs max_kl cg_iters line_search_decay fvp_subsample
-    eval_episodes""".split()
-FRACTIONS = "gamma gae_lambda line_search_decay".split()
-PACKAGES = {"capture_video": "moviepy", "track": "wandb"}  # what a flag needs
-MAY_CHANGE = """total_timesteps device cuda checkpoint_every resume evaluate eval_episodes eval_sample capture_video
-    save_model track wandb_project_name wandb_entity""".split()  # with --resume; any other would make it another run
-
-
-class NormalizedEnvs:
-    """N environments stepped together [1], observations and rewards normalised; a finished one restarts in the step.
-    `obs` float32 [N, D] is what to act on next; `final_obs`, what the step led to, differs where an episode ended."""
-
-    def __init__(self, args: Args, num_envs: int):
-        self.envs, self.make = make_envs(args, num_envs)  # one to try at first, then N anew at each reset
-        self.low, self.high, self.gamma = self.envs.action_space.low, self.envs.action_space.high, args.gamma
-        self.obs_stats, self.return_stats = Normalizer(*self.envs.observation_space.shape), Normalizer()
-
-    def reset(self, seed: int) -> None:
-        """Start N new episodes that depend on `seed` alone."""
-        self.envs.close()
-        self.envs = self.make()  # some environments remember more than their reset clears
-        raw, _ = self.envs.reset(seed=np.random.SeedSequence(seed).generate_state(self.envs.num_envs).tolist())
-        self.lengths, self.scores, self.discounted = np.zeros((3, self.envs.num_envs))
-        self.obs = self.final_obs = self.normalize(raw)
-
-    def normalize(self, raw: np.ndarray, index: np.ndarray | None = None) -> np.ndarray:
-        """Observations (of the environments `index`) with mean 0 and variance 1 [28], clipped to ±10 [29], in float32."""
-        check_finite("observation", raw, self.lengths, index)
-        self.obs_stats.update(raw.astype(np.float64))
-        return ((raw - self.obs_stats.mean) / np.sqrt(self.obs_stats.var + 1e-8)).clip(-10, 10).astype(np.float32)
-
-    def step(self, actions: np.ndarray) -> tuple[np.ndarray, list[tuple[int, float, int]]]:
-        """Take actions [N, A]; returns [3, N], scaled rewards, terminations and truncations, and the finished episodes,
-        each (index, return of the raw rewards, length)."""
-        self.lengths += 1
-        check_finite("action", actions, self.lengths)
-        raw, rewards, terminations, truncations, info = self.envs.step(actions.clip(self.low, self.high))  # [27]
-        check_finite("reward", rewards, self.lengths)
-        self.scores += rewards
-        self.discounted = self.discounted * self.gamma + rewards
-        self.return_stats.update(self.discounted)
-        scaled = (rewards / np.sqrt(self.return_stats.var + 1e-8)).clip(-10, 10)  # [30] [31]
-        done = terminations | truncations
-        finished = [(int(i), float(self.scores[i]), int(self.lengths[i])) for i in np.flatnonzero(done)]
-        for i, _, _ in finished:
-            raw[i], info["final_obs"][i] = info["final_obs"][i], raw[i].copy()  # first what the step led to
-        self.obs = self.final_obs = self.normalize(raw)
-        if finished:
-            self.scores[done] = self.lengths[done] = self.discounted[done] = 0  # [30] no return leaks into the next one
-            self.obs = self.final_obs.copy()
-            self.obs[done] = self.normalize(np.stack(list(info["final_obs"][done])), np.flatnonzero(done))
-        return np.array([scaled, terminations, truncations & ~terminations]), finished  # both at once: terminated
-
-
-def gaussian_logprob(actions: Tensor, means: Tensor, logstd: Tensor) -> Tensor:
-    """log π(a|s) [B] of independent normal components [23]: the sum over components [25]; actions and means [B, A]."""
-    return -0.5 * ((actions - means) / logstd.exp()).square().sum(-1) - (logstd + 0.5 * np.log(2 * np.pi)).sum(-1)
-
-
-def normalize_advantages(advantages: Tensor) -> Tensor:
-    """Zero mean, unit variance over the minibatch [7] (its shares in all processes); [B] to [B]."""
-    centred = advantages - global_mean(advantages.mean())
-    return centred / (global_mean(centred.square().mean()).sqrt() + 1e-8)
 
 
 def minibatches(size: int, count: int, epochs: int, device: torch.device) -> Iterator[Tensor]:
@@ -372,57 +338,238 @@ def minibatches(size: int, count: int, epochs: int, device: torch.device) -> Ite
         yield from torch.randperm(size, device=device).split(size // count)
 
 
-def value_loss(new_values: Tensor, old_values: Tensor, returns: Tensor, clip_coef: float | None) -> Tensor:
-    """L^VF [9]: half the mean squared error, or of the worse of the value and its clipped move; all [B], a scalar."""
-    errors = (new_values - returns).square()
-    if clip_coef is not None:
-        clipped = old_values + (new_values - old_values).clamp(-clip_coef, clip_coef)
-        errors = torch.max(errors, (clipped - returns).square())
-    return 0.5 * errors.mean()
+def normalize_advantages(advantages: Tensor) -> Tensor:
+    """Zero mean, unit variance over the minibatch [7] (its shares in all processes); [B] to [B]."""
+    centred = advantages - global_mean(advantages.mean())
+    return centred / (global_mean(centred.square().mean()).sqrt() + 1e-8)
 
 
-def draw_noise(agent: Agent, *batch: int) -> Tensor:
-    """[*batch, A] to add to the actor's outputs: normal with the policy's std, or Gumbel noise for discrete actions."""
-    outputs = agent.get_parameter("actor.4.bias").detach().expand(*batch, -1)
-    if agent.actor_logstd is None:
-        return -torch.empty_like(outputs).exponential_().log()
-    return agent.actor_logstd.detach().exp() * torch.randn_like(outputs)
-
-
-def choose(outputs: np.ndarray, discrete: bool) -> np.ndarray:
-    """Actions [B, A] from the actor's outputs [B, A] with their noise: discrete ones one-hot at the largest."""
-    return np.eye(outputs.shape[-1], dtype=np.float32)[outputs.argmax(-1)] if discrete else outputs
-
-
-def entropy(pi: Pi) -> Tensor:
-    """Mean over the batch; a scalar."""
-    if len(pi) == 1:
-        return -(pi[0].softmax(-1) * pi[0].log_softmax(-1)).sum(-1).mean()
-    return (pi[1] + 0.5 * np.log(2 * np.pi * np.e)).sum()
+def surrogate(old: Any, pi: Any, batch: dict[str, Tensor], ent_coef: float) -> dict[str, Tensor]:
+    """The problem of eq. 14 as single paths estimate it (§5.1): minus the surrogate E[π(a|s)/π_old(a|s)·Â] + c·entropy,
+    and its constraint KL(π_old‖π); with PPO's estimates of that [12]. Scalars, of this process's samples."""
+    logratio = pi.log_prob(batch["actions"]) - old.log_prob(batch["actions"])
+    entropy = pi.entropy()
+    return {
+        "policy_loss": -(logratio.exp() * batch["advantages"]).mean() - ent_coef * entropy,
+        "kl": old.kl(pi).mean(),
+        "old_approx_kl": -logratio.mean(),
+        "approx_kl": (logratio.expm1() - logratio).mean(),
+        "entropy": entropy,
+    }
 
 
 def policy_parameters(agent: Agent) -> dict[str, Tensor]:
     return {name: p for name, p in agent.named_parameters() if not name.startswith("critic.")}
 
 
-def unflatten(agent: Agent, theta: Tensor) -> dict[str, Tensor]:
-    """Views of θ [n] with the names and shapes of the policy's parameters."""
+def policy_at(agent: Agent, obs: Tensor, theta: Tensor) -> Any:
+    """π_θ(·|s): the policy for observations [..., D], with the vector θ [n] in place of its parameters."""
     named = policy_parameters(agent)
     parts = theta.split([p.numel() for p in named.values()])
-    return {name: part.view_as(p) for (name, p), part in zip(named.items(), parts, strict=True)}
+    state = {name: part.view_as(named[name]) for name, part in zip(named, parts, strict=True)}
+    return functional_call(agent, state, (obs,))
 
 
-def report(run: Run, metrics: dict[str, Any]) -> None:
-    """Say why the policy stays as it was, if it does."""
-    if not metrics["trpo/step_fraction"] and not RANK:
-        direction = metrics["trpo/expected_improvement"] > 0
-        why = "no step along the natural gradient improves the surrogate within --max-kl" if direction else (
-            "the gradient is zero or not finite, or the curvature along it is not positive")  # fmt: skip
-        run.bar.write(f"iteration {run.iteration + 1}: the policy stays as it is; {why}")
+Map = Callable[[Tensor], Any]  # of a vector [n]
+
+
+def fisher_vector_product(policy: Map, theta: Tensor, damping: float) -> Map:
+    """v -> (F + damping)v [n], F = E[JᵀMJ] at θ (App. C.1): J is the derivative of what defines π by θ, M the Fisher
+    matrix in those parameters, the second derivative of the KL. Linearised once, a product is three linear maps."""
+    vjp: Any = torch.func.vjp
+    old, transposed = vjp(policy, theta)  # u -> Jᵀu, reverse mode
+    _, forward = vjp(lambda u: transposed(u)[0], old)  # v -> Jv, forward mode as the transpose of Jᵀ
+    _, fisher = vjp(grad(lambda new: old.kl(new).mean()), old)  # w -> Mw = Mᵀw
+    return lambda v: global_mean(transposed(*fisher(*forward(v)))[0]) + damping * v  # JᵀMJv [S2]
+
+
+def conjugate_gradient(matvec: Map, b: Tensor, iters: int, tol: float = 1e-10) -> Tensor:
+    """x ≈ A⁻¹b [n] from x = 0 for the positive definite A of `matvec`, until ‖b - Ax‖ ≤ tol·‖b‖; what has been reached
+    if a direction p turns up whose curvature pᵀAp is not positive."""
+    x = torch.zeros_like(b)
+    residual = b
+    p = b
+    square = b @ b
+    enough = tol**2 * square
+    for _ in range(iters):
+        product = matvec(p)
+        curvature = p @ product
+        if not (square > enough and curvature > 0):  # NaN ends it, too
+            break
+        alpha = square / curvature
+        x = x + alpha * p
+        residual = residual - alpha * product
+        previous = square
+        square = residual @ residual
+        p = residual + square / previous * p
+    return x
+
+
+def natural_step(x: Tensor, product: Tensor, max_kl: float) -> Tensor:
+    """√(2δ / xᵀFx)·x [n] for x ≈ F⁻¹g and its `product` Fx: its KL is δ to second order (App. C; a damped F makes it a
+    little shorter). A step of 0 where there is none: no gradient, curvature not positive, not finite."""
+    curvature = x @ product
+    step = (2 * max_kl / curvature).sqrt() * x
+    return step if curvature > 0 and step.isfinite().all() else torch.zeros_like(x)
+
+
+class LineSearch(NamedTuple):
+    """Where a line search ended: θ, what was measured there, and by which part of the step it was reached."""
+
+    theta: Tensor
+    measured: dict[str, Tensor]
+    improvement: float  # of the surrogate
+    fraction: float  # 0 where there is no step
+    backtracks: int
+
+
+def line_search(measure: Map, theta: Tensor, step: Tensor, max_kl: float, decay: float, steps: int) -> LineSearch:
+    """The first θ + decay^k·step, k = 0 ... steps, that improves the surrogate with a KL ≤ δ (App. C), otherwise θ.
+
+    `measure(θ)` gives at least "policy_loss", which is minus the surrogate, and "kl", of this process's samples.
+    """
+    before = measure(theta)
+    for k in range(steps + 1):
+        candidate = theta + decay**k * step
+        after = measure(candidate)
+        improvement = float(global_mean(before["policy_loss"] - after["policy_loss"]))
+        if 0 < improvement < np.inf and global_mean(after["kl"]) <= max_kl:  # never true of NaN
+            return LineSearch(candidate, after, improvement, decay**k, k)
+    return LineSearch(theta, before, 0.0, 0.0, steps)
+
+
+@torch.no_grad()
+def update_policy(args: Args, agent: Agent, batch: dict[str, Tensor]) -> dict[str, Any]:
+    """One step on the whole batch [T, N, ...] (App. C), the same in every process; returns what to log."""
+    parameters = policy_parameters(agent).values()
+    theta = nn.utils.parameters_to_vector(parameters)
+    policy = functools.partial(policy_at, agent, batch["obs"])
+    old = policy(theta)
+
+    # The objective and its gradient g
+    measure = lambda theta: surrogate(old, policy(theta), batch, args.ent_coef)
+    gradient = -global_mean(grad(lambda theta: measure(theta)["policy_loss"])(theta))
+
+    # The natural gradient x ≈ F⁻¹g, and the step along it
+    thinned = functools.partial(policy_at, agent, batch["obs"][:: args.fvp_subsample])
+    matvec = fisher_vector_product(thinned, theta, args.cg_damping)
+    x = conjugate_gradient(matvec, gradient, args.cg_iters)
+    product = matvec(x)
+    step = natural_step(x, product, args.max_kl)
+
+    # As much of the step as keeps what it promises
+    found = line_search(measure, theta, step, args.max_kl, args.line_search_decay, args.line_search_steps)
+    if found.fraction > 0:
+        nn.utils.vector_to_parameters(found.theta, parameters)
+    else:
+        agent.failures.add_(1)  # and nothing is written: the old parameters stand bit for bit
+
+    return {f"losses/{name}": x for name, x in found.measured.items()} | {
+        "trpo/improvement": found.improvement,
+        "trpo/expected_improvement": gradient @ step,
+        "trpo/step_fraction": found.fraction,
+        "trpo/backtracks": found.backtracks,
+        "trpo/failures": agent.failures,
+        "trpo/cg_residual": ((gradient - product).norm() / gradient.norm()).nan_to_num(),
+        "trpo/gradient_norm": gradient.norm(),
+    }
+
+
+def value_loss(new_values: Tensor, returns: Tensor) -> Tensor:
+    """L^VF: half the mean squared error, not clipped; both [B], a scalar."""
+    return 0.5 * (new_values - returns).square().mean()
+
+
+def train(args: Args) -> dict[str, float]:
+    """Run the loop; returns the last metrics. Raises UsageError before anything is written, and RunError."""
+    device = start(args)
+    torch.set_num_threads(1)  # networks this small lose time when threads share them
+    envs = NormalizedEnvs(args, args.num_envs // WORLD)
+    torch.manual_seed(args.seed)  # the same weights in every process
+    agent = Agent(envs.obs_dim, envs.action_dim, envs.envs.discrete, args.bf16).to(device)
+    optimizer = torch.optim.Adam(agent.critic.parameters(), args.learning_rate, eps=1e-5, fused=True)  # [3]
+    run = Run(args, agent=agent, optimizer=optimizer, obs_stats=envs.obs_stats, return_stats=envs.return_stats)
+    values_fn = torch.compile(agent.values, mode="reduce-overhead") if args.compile else agent.values
+    tensor = lambda x: torch.from_numpy(x).to(device)
+    shape = (args.num_steps, args.num_envs // WORLD)  # [T, N]
+    obs, next_obs = np.zeros((2, *shape, envs.obs_dim), np.float32)  # before and after each step
+    actions = np.zeros((*shape, envs.action_dim), np.float32)
+    rewards, terminations, truncations = np.zeros((3, *shape), np.float32)
+
+    for iteration in range(run.first, run.last):
+        if run.starts_afresh(iteration):
+            envs.reset(reseed(args.seed, iteration))
+
+        # Play a segment of fixed length; the next one goes on where this one ends [1]
+        pi = agent.policy(tensor(envs.obs))
+        policy = in_numpy(agent, envs.obs_dim)
+        noise = pi.noise(*actions.shape).cpu().numpy()
+        for t in range(args.num_steps):
+            obs[t] = envs.obs
+            actions[t] = pi.choose(policy(envs.obs) + noise[t])
+            next_obs[t], rewards[t], terminations[t], truncations[t], ended = envs.step(actions[t])
+            run.episodes += [(t, episode) for episode in ended]
+
+        # Estimate advantages
+        dones = np.maximum(terminations, truncations)
+        ends = terminations if args.bootstrap_truncated else dones
+        batch = {"obs": tensor(obs), "actions": tensor(actions)}
+        with torch.no_grad():
+            batch["values"] = agent.values(batch["obs"])
+            next_values = agent.values(tensor(next_obs))
+        outcome = tensor(rewards), batch["values"], next_values, tensor(ends), tensor(dones)
+        advantages, batch["returns"] = compute_gae(*outcome, args.gamma, args.gae_lambda)
+        batch["advantages"] = normalize_advantages(advantages) if args.norm_adv else advantages
+
+        # Update policy
+        metrics = update_policy(args, agent, batch)
+        report(run, metrics)
+
+        # Fit the value network
+        batch = {name: x.flatten(0, 1) for name, x in batch.items()}  # [T·N, ...]
+        losses = []
+        for index in minibatches(len(batch["obs"]), args.num_minibatches, args.update_epochs, device):
+            loss = value_loss(values_fn(batch["obs"][index]), batch["returns"][index])
+            losses.append(loss.detach().clone())  # a CUDA graph writes into the same again
+            optimizer.zero_grad()
+            loss.backward()
+            average_gradients(agent)
+            optimizer.step()
+
+        # Log and save
+        metrics["losses/value_loss"] = torch.stack(losses).mean()
+        unexplained = (batch["returns"] - batch["values"]).var(correction=0)
+        metrics["losses/explained_variance"] = 1 - unexplained / batch["returns"].var(correction=0)
+        if agent.actor_logstd is not None:
+            metrics["charts/policy_std"] = agent.actor_logstd.detach().exp().mean()
+            metrics["charts/clipped_actions"] = np.mean(actions != actions.clip(envs.low, envs.high))
+        run.end_iteration(metrics)
+    return run.finish()
+
+
+# ------------------------------------------------------------------------------------------------------------ Plumbing
+
+# --- Flags and start
+
+Policy = Callable[[np.ndarray], np.ndarray]  # observations [N, D] to actions [N, A]
+RANK = int(os.environ.get("RANK", 0))  # of this process, as torchrun says
+LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))  # on this machine
+WORLD = int(os.environ.get("WORLD_SIZE", 1))  # number of processes
+POSITIVE = """num_envs num_steps num_minibatches update_epochs max_kl cg_iters line_search_decay fvp_subsample
+    eval_episodes""".split()
+FRACTIONS = "gamma gae_lambda line_search_decay".split()
+MAY_CHANGE = set(  # with --resume
+    """total_timesteps device cuda checkpoint_every run_dir resume evaluate eval_episodes eval_sample
+    capture_video save_model track wandb_project_name wandb_entity""".split()
+)
 
 
 class UsageError(Exception):
     """A wrong flag, environment or file, in one sentence that says what to do; `main` exits with status 2."""
+
+
+class RunError(Exception):
+    """What ends a run midway: weights that are not finite, a full disk; `main` exits with status 1."""
 
 
 def require(condition: object, sentence: str) -> None:
@@ -432,232 +579,124 @@ def require(condition: object, sentence: str) -> None:
 
 def check_args(args: Args) -> None:
     """Raises UsageError for flags that cannot work."""
-    batch_size = args.num_envs * args.num_steps
     for name, value in vars(args).items():
         flag = f"--{name.replace('_', '-')} {value}"
         if isinstance(value, int | float):
-            require(0 <= value < float("inf"), f"{flag} must be a number that is finite and not negative")
+            require(0 <= value < 2**63, f"{flag} must be a number in [0, 2^63)")
             require(value > 0 or name not in POSITIVE, f"{flag} must be greater than 0")
             require(value <= 1 or name not in FRACTIONS, f"{flag} must lie in [0, 1]")
-        package = PACKAGES.get(name) if value else None
-        require(not package or find_spec(package), f"{flag} needs a package: pip install {package}")
-    require(args.seed < 2**63, f"--seed {args.seed} must be below 2^63")
-    if args.evaluate:
-        return require(WORLD == 1, "--evaluate plays in one process")
-    require(args.num_envs % WORLD == 0, f"--num-envs {args.num_envs} must be a multiple of the {WORLD} processes")
-    require(batch_size // WORLD % args.num_minibatches == 0, f"--num-minibatches {args.num_minibatches} must divide"
-            f" num-envs x num-steps = {batch_size // WORLD} in each process")  # fmt: skip
-    require(args.total_timesteps >= batch_size, f"--total-timesteps {args.total_timesteps} must be at least"
-            f" num-envs x num-steps = {batch_size}, one iteration")  # fmt: skip
+    require(args.num_envs % WORLD == 0, f"--num-envs must be a multiple of the {WORLD} processes")
+    size = args.num_envs * args.num_steps // WORLD
+    require(size % args.num_minibatches == 0, f"--num-minibatches must divide num-envs x num-steps = {size} a process")
 
 
 def start(args: Args) -> torch.device:
     """Check the flags, set torch up and join the other processes, if any; returns the device of this one."""
-    import ctypes
-
     check_args(args)
-    name = "cpu" if args.device == "auto" and not (args.cuda and torch.cuda.is_available()) else args.device
+    name = args.device if args.cuda else "cpu"
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        device = torch.device(f"cuda:{LOCAL_RANK}" if name in ("auto", "cuda") else name)
-        if device.type not in ("cpu", "cuda", "mps") or (device.type == "cuda" and not args.cuda):
-            raise RuntimeError("it must be auto, cpu, cuda, cuda:N or mps, and not CUDA together with --no-cuda")
+        device = torch.device(f"cuda:{LOCAL_RANK}" if name == "cuda" else name)
         torch.zeros(1, device=device)
     except (RuntimeError, AssertionError) as error:
         raise UsageError(f"--device {args.device} does not work here: {str(error).splitlines()[0]}") from None
     torch.backends.cudnn.deterministic = args.torch_deterministic
-    torch.backends.cudnn.benchmark = not args.torch_deterministic
-    torch.backends.cudnn.allow_tf32 = args.bf16
     torch.set_float32_matmul_precision("high" if args.bf16 else "highest")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    libc: Any = ctypes.CDLL(None) if os.name == "posix" else None
-    if hasattr(libc, "mallopt"):  # glibc hands freed memory back, though the next minibatch needs as much: keep it
-        libc.mallopt(-3, 2**25)  # M_MMAP_THRESHOLD, as large as it may be
-        libc.mallopt(-1, 2**30)  # M_TRIM_THRESHOLD
-    if WORLD > 1 and not dist.is_initialized():
-        # Imported later, by Adam, its default arguments would keep the group and its threads alive into the exit.
-        from torch.distributed.nn import functional  # noqa: F401
+    if WORLD > 1:
+        from torch.distributed.nn import functional  # noqa: F401  # if Adam did it, the group would outlive the exit
 
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        dist.init_process_group()  # gloo for tensors in memory, NCCL for those of CUDA
     return device
-
-
-class Normalizer:
-    """Running mean and variance of all rows seen, merged batch by batch (Chan et al. 1979), in float64."""
-
-    def __init__(self, *shape: int):
-        self.count, self.mean, self.var = self.shared = 1e-4, np.zeros(shape), np.ones(shape)
-
-    def update(self, x: np.ndarray) -> None:
-        """Take in the rows of x [n, ...]."""
-        mean = x.sum(0) / len(x)
-        self.merge(len(x), mean, np.square(x - mean).sum(0))
-
-    def merge(self, n: float, mean: np.ndarray, squares: np.ndarray) -> None:
-        """Take in n rows by their mean and the sum of their squared distances from it."""
-        total, delta = self.count + n, mean - self.mean
-        self.var = (self.var * self.count + squares + np.square(delta) * (self.count * n / total)) / total
-        self.count, self.mean = total, self.mean + delta * (n / total)
-
-    def share(self) -> None:
-        """Replace what this process has seen since the last call by what all processes have seen."""
-        if WORLD > 1:
-            count, mean, var = self.shared
-            n = self.count - count
-            new_mean = (self.count * self.mean - count * mean) / n
-            squares = self.count * self.var - count * var - np.square(new_mean - mean) * (count * n / self.count)
-            everyone: list[Any] = [None] * WORLD
-            dist.all_gather_object(everyone, (n, new_mean, squares))
-            self.count, self.mean, self.var = self.shared
-            for moments in everyone:
-                self.merge(*moments)
-            self.shared = self.count, self.mean, self.var
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"count": self.count, "mean": self.mean.tolist(), "var": self.var.tolist()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        moments = float(state["count"]), np.array(state["mean"]), np.array(state["var"])
-        self.count, self.mean, self.var = self.shared = moments
-
-
-class PlainEnv(gym.Wrapper):
-    """Observations and actions as flat vectors, Dict, Tuple and Discrete observations included; nothing else passes."""
-
-    def __init__(self, env: gym.Env):
-        super().__init__(env)
-        self.observation_space = gym.spaces.flatten_space(env.observation_space)
-        self.action_space = gym.spaces.flatten_space(env.action_space)
-
-    def reset(self, **options: Any) -> tuple[np.ndarray, dict[str, Any]]:
-        return self.flat(self.env.reset(**options)[0]), {}
-
-    def step(self, action: np.ndarray) -> tuple[Any, ...]:
-        obs, *rest, _ = self.env.step(gym.spaces.unflatten(self.env.action_space, action))
-        return self.flat(obs), *rest, {}
-
-    def flat(self, obs: Any) -> Any:  # a copy: some environments write every observation into the same array
-        return gym.spaces.flatten(self.env.observation_space, obs)
-
-
-def make_envs(args: Args, num_envs: int) -> tuple[Any, Callable[[], Any]]:
-    """One environment whose spaces, first observation and picture were tried, and what makes `num_envs` of its kind."""
-    import multiprocessing
-
-    old = f"gymnasium {gym.__version__} is too old: pip install gymnasium==1.4.0"
-    require(hasattr(gym.vector, "AutoresetMode"), old)
-
-    def make(render_mode: str | None, seed: int) -> PlainEnv:
-        if multiprocessing.parent_process():  # a worker of AsyncVectorEnv, which its parent ends, also after Ctrl-C
-            random.seed(seed)  # a copy of its parent's generators would be that of all workers
-            np.random.seed(seed)
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        if find_spec("mujoco"):  # it would repeat each warning for each environment, and in a file beside the run
-            import mujoco
-
-            mujoco.set_mju_user_warning(warn_once)
-        picture: dict[str, Any] = {"render_mode": render_mode} if render_mode else {}  # which some do not take
-        env = gym.make(args.env_id, disable_env_checker=True, **picture)
-        observed = env.observation_space
-        require(not holds_image(observed), "its observations are images; ppo_atari.py is the script for images")
-        require(observed.is_np_flattenable, f"its observations, {observed}, do not flatten into a vector")
-        takes = isinstance(env.action_space, gym.spaces.Box | gym.spaces.Discrete)
-        require(takes, f"its actions are {env.action_space}; this takes Box and Discrete spaces")
-        return PlainEnv(env)
-
-    filmed = args.capture_video and not RANK
-    require(not (filmed and args.vectorization == "async"), "--capture-video works with --vectorization sync only")
-    kind = gym.vector.SyncVectorEnv if args.vectorization == "sync" else gym.vector.AsyncVectorEnv
-    modes = ["rgb_array" if filmed else None] + [None] * (num_envs - 1)
-
-    def make_all() -> Any:
-        seeds = np.random.randint(2**31, size=num_envs).tolist()
-        makers = [functools.partial(make, mode, seed) for mode, seed in zip(modes, seeds, strict=True)]
-        return kind(makers, copy=False, autoreset_mode=gym.vector.AutoresetMode.SAME_STEP)
-
-    try:
-        probe: Any = make(modes[0], 0)
-        shape = probe.reset()[0].shape
-        declared = probe.observation_space
-        require(shape == declared.shape, f"it observes {shape}, not as declared {declared}")
-        probe.discrete = isinstance(probe.env.action_space, gym.spaces.Discrete)
-    except Exception as error:
-        reason = str(error) if isinstance(error, UsageError | gym.error.Error) else f"{type(error).__name__} {error}"
-        reason += "; Atari games belong to ppo_atari.py" * bool(re.search("^ALE/|NoFrameskip", args.env_id))
-        how = " with --capture-video" * filmed
-        raise UsageError(f"--env-id {args.env_id}{how} cannot be used: {reason}") from error
-    try:
-        require(not filmed or isinstance(probe.render(), np.ndarray), "it draws no picture")
-    except Exception as error:
-        hint = "without a display, MuJoCo needs MUJOCO_GL=egl or MUJOCO_GL=osmesa"
-        raise UsageError(f"--capture-video cannot film {args.env_id}: {error} ({hint})") from error
-    return probe, make_all
-
-
-def holds_image(space: Any) -> bool:
-    """Whether a part of the space looks like pixels: bytes or 16 x 16 numbers in rows and columns, or very many numbers."""
-    if hasattr(space, "spaces"):
-        return any(map(holds_image, space.spaces.values() if isinstance(space.spaces, dict) else space.spaces))
-    shape = space.shape or ()
-    rows = len(shape) > 1 and (space.dtype == np.uint8 or sorted(shape)[-2] >= 16)
-    return bool(rows or np.prod(shape) > 10_000)
-
-
-@functools.cache
-def warn_once(text: str) -> None:
-    if "deprecated" not in text:
-        print(f"MuJoCo: {text}", file=sys.stderr)
-
-
-def check_finite(what: str, values: np.ndarray, steps: np.ndarray, index: np.ndarray | None = None) -> None:
-    """Raises FloatingPointError with the environment and the step of its episode; values [n, ...] belong to `index` [n]."""
-    fine = np.abs(values, dtype=np.float64) < 1e100  # neither NaN nor infinite, nor will its square be
-    if not fine.all():
-        i = int(np.argmin(fine.reshape(len(values), -1).all(1)))
-        env = i if index is None else int(index[i])
-        where = f"environment {RANK * len(steps) + env} is {values[i]} at step {steps[env]:.0f} of its episode"
-        raise FloatingPointError(f"{what} of {where}")
 
 
 def reseed(seed: int, iteration: int) -> int:
     """Restart every generator from these two numbers and the rank; returns a seed for the environments."""
-    words = np.random.SeedSequence((seed, iteration, RANK)).generate_state(4).tolist()
-    random.seed(words[0])
-    np.random.seed(words[1])
-    torch.manual_seed(words[2])
-    return words[3]
+    seed = int(np.random.SeedSequence((seed, iteration, RANK)).generate_state(1)[0])
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    return seed
 
 
-def in_numpy(network: nn.Sequential) -> Callable[[np.ndarray], np.ndarray]:
-    """An MLP with tanh as a function of NumPy arrays: for the few rows of one step far faster than its calls in torch."""
-    assert all(isinstance(layer, nn.Linear | nn.Tanh) for layer in network), "other layers need other code here"
-    products = [layer for layer in network if isinstance(layer, nn.Linear)]
-    *hidden, last = [[p.detach().cpu().numpy().T for p in layer.parameters()] for layer in products]
+# --- Environments
 
-    def forward(x: np.ndarray) -> np.ndarray:
-        for weight, bias in hidden:
+
+def make_env(args: Args, film: bool = False) -> Any:
+    """One environment with flat observations and actions. Raises gymnasium's errors, and UsageError."""
+    if multiprocessing.parent_process():  # a worker of AsyncVectorEnv, which its parent ends
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    mujoco.set_mju_user_warning(warnings.warn)  # or each would go into a file in the current folder, too
+    picture: Any = {"render_mode": "rgb_array"} if film else {}  # a keyword that some do not take
+    env: Any = gym.make(args.env_id, disable_env_checker=True, **picture)
+    space = env.action_space
+    known = isinstance(space, gym.spaces.Box | gym.spaces.Discrete)
+    require(known, f"--env-id {args.env_id} has actions {space}; this script takes Box and Discrete spaces")
+    env = gym.wrappers.FlattenObservation(env)
+    size = env.observation_space.shape[0]
+    require(size <= 10_000, f"--env-id {args.env_id} observes images; of those only ppo_atari.py takes some")
+    discrete = isinstance(space, gym.spaces.Discrete)
+    unflatten = lambda x: space.start + x.argmax() if discrete else gym.spaces.unflatten(space, x)
+    env = gym.wrappers.TransformAction(env, unflatten, gym.spaces.flatten_space(space))
+    env.discrete = discrete
+    return env
+
+
+def make_envs(args: Args, num_envs: int) -> Any:
+    """Environments stepped together; each restarts in the step that ends its episode."""
+    kind = gym.vector.SyncVectorEnv if args.vectorization == "sync" else gym.vector.AsyncVectorEnv
+    makers = [functools.partial(make_env, args)] * num_envs
+    return kind(makers, autoreset_mode=gym.vector.AutoresetMode.SAME_STEP)
+
+
+def probe_env(args: Args) -> Any:
+    """One environment that has been tried for a step; raises UsageError if it cannot be used."""
+    require(
+        hasattr(gym.vector, "AutoresetMode"), f"gymnasium {gym.__version__} is too old: pip install gymnasium==1.4.0"
+    )
+    env = make_env(args, args.capture_video)
+    env.reset(seed=args.seed)
+    obs, *_ = env.step(env.action_space.sample())
+    if args.capture_video:  # what it needs must be there
+        import imageio_ffmpeg  # noqa: F401
+    same = obs.shape == env.observation_space.shape
+    require(same, f"--env-id {args.env_id} observes {obs.shape}, not {env.observation_space}")
+    return env
+
+
+def in_numpy(agent: Agent, obs_dim: int) -> Policy:
+    """Observations [N, D] to the policy's outputs [N, A], by NumPy: several times as fast for the few rows of one step.
+
+    That is for linear layers with tanh between them. Any other policy, which a try finds out, is called as it is.
+    """
+    layers = [layer for layer in agent.actor if isinstance(layer, nn.Linear)]
+    weights = [[p.detach().cpu().numpy().T for p in layer.parameters()] for layer in layers]
+
+    def by_numpy(x: np.ndarray) -> np.ndarray:
+        for weight, bias in weights[:-1]:
             x = np.tanh(x @ weight + bias)
-        return x @ last[0] + last[1]
+        weight, bias = weights[-1]
+        return x @ weight + bias
 
-    return forward
+    @torch.inference_mode()
+    def by_agent(x: np.ndarray) -> np.ndarray:
+        return agent.policy(torch.from_numpy(x).to(agent.failures.device)).outputs.cpu().numpy()
+
+    x = np.random.default_rng(0).standard_normal((8, obs_dim), np.float32)
+    return by_numpy if np.allclose(by_numpy(x), by_agent(x), atol=1e-5) else by_agent
 
 
-def flatten(agent: nn.Module) -> Any:
-    """One vector of all weights and one, its `grad`, of their gradients, of which the agent's own become views: clipping
-    and Adam then take one operation on one tensor where they took one on each of many small ones."""
-    own, sizes = list(agent.parameters()), [p.numel() for p in agent.parameters()]
-    weights = torch.cat([p.detach().reshape(-1) for p in own]).requires_grad_()
-    weights.grad = torch.zeros_like(weights)
-    for p, data, grad in zip(own, weights.detach().split(sizes), weights.grad.split(sizes), strict=True):
-        p.data, p.grad = data.view(p.shape), grad.view(p.shape)
-    return weights
+# --- Processes
 
 
 def global_mean(x: Tensor) -> Tensor:
     """Mean of `x` over the processes; `x` itself when there is one."""
     if WORLD > 1:
-        dist.all_reduce(x := x / WORLD)
+        x = x / WORLD
+        dist.all_reduce(x)
     return x
 
 
@@ -665,26 +704,18 @@ def average_gradients(agent: nn.Module) -> None:
     """The mean over the processes [S2], so that K of them step as one would on all their samples."""
     if WORLD > 1:
         grads = [p.grad for p in agent.parameters() if p.grad is not None]
-        means = global_mean(torch.cat([grad.reshape(-1) for grad in grads])).split([grad.numel() for grad in grads])
-        for grad, mean in zip(grads, means, strict=True):
-            grad.copy_(mean.view(grad.shape))
+        mean = global_mean(nn.utils.parameters_to_vector(grads))
+        nn.utils.vector_to_parameters(mean, grads)
 
 
-def health(metrics: dict[str, float], flat: bool, max_kl: float) -> Iterator[tuple[str, str]]:
-    """(metric, sentence) for each one outside its healthy range: what it means and what to do."""
-    gaussian = "charts/policy_std" in metrics  # its entropy may well be negative
-    for name, low, high, meaning in (
-        ("losses/clipfrac", 0, 0.8, "most gradients are switched off; lower --learning-rate or --update-epochs"),
-        ("losses/clipfrac", 1e-3 * flat, 1, "the policy hardly moves and the return is flat; raise --learning-rate"),
-        ("losses/approx_kl", -1, max_kl, "the policy moves too far at once; lower --learning-rate or --update-epochs"),
-        ("losses/entropy", -1e9 if gaussian else 0.01, 1e9, "the policy hardly explores any more; raise --ent-coef"),
-        ("losses/explained_variance", 0, 1, "values are worse than a constant; check rewards, lower --learning-rate"),
-        ("charts/policy_std", 0.01, 10, "exploration noise has vanished or runs away; check --ent-coef"),
-        ("charts/clipped_actions", 0, 0.5, "most actions lie outside the bounds; lower --ent-coef or rescale them"),
-    ):
-        value = metrics.get(name, float("nan"))
-        if value < low or value > high:
-            yield name, f"{name} is {value:.3g}: {meaning}"
+# --- Log and checkpoints
+
+
+HEALTHY = (  # metric, its healthy range, and what it means to leave it
+    ("trpo/cg_residual", 0, 0.5, "the natural gradient is hardly solved for; raise --cg-iters or --cg-damping"),
+    ("trpo/backtracks", 0, 5, "steps are too long for the quadratic model of KL; raise --cg-damping, lower --max-kl"),
+    ("losses/explained_variance", 0, 1, "values are worse than a constant; check rewards, lower --learning-rate"),
+)
 
 
 class Run:
@@ -693,272 +724,281 @@ class Run:
     `parts` is what a checkpoint holds beside numbers: objects with `state_dict` and `load_state_dict`.
     """
 
-    def __init__(self, args: Args, device: torch.device, **parts: Any):
-        self.args, self.device, self.parts, self.start_time, self.line_time = args, device, parts, time.time(), 0.0
-        self.iteration, scores, world = restore(args.resume, device, **parts) if args.resume else (0, [], WORLD)
-        require(world == WORLD, f"--resume {args.resume} needs as many processes as before, {world}, not {WORLD}")
+    def __init__(self, args: Args, **parts: Any):
+        self.args = args
+        self.parts = parts
         self.batch_size = args.num_envs * args.num_steps
-        self.first, self.last = self.iteration, int(args.total_timesteps) // self.batch_size
-        self.every = -(-51_200 // args.num_steps) if args.checkpoint_every is None else args.checkpoint_every
-        self.scores, self.metrics, self.said = deque[float](scores, maxlen=100), dict[str, float](), set[str]()
-        self.finished: list[tuple[int, float, int]] = []
-        self.ended, self.film = False, None  # type: bool, Film | None
-        if RANK:
-            return
+        self.last = int(args.total_timesteps) // self.batch_size
+        self.every = args.checkpoint_every or self.last
+        saved = load_checkpoint(args.resume, **parts) if args.resume else {}
+        same = saved.get("world", WORLD) == WORLD
+        require(same, f"--resume needs as many processes as before, {saved.get('world')}")
+        self.first = saved.get("iteration", 0)
+        require(
+            self.last > self.first,
+            f"--total-timesteps must be at least {(self.first + 1) * self.batch_size:,}:"
+            f" {self.first * self.batch_size:,} are done, and one iteration has {self.batch_size:,}",
+        )
+        self.iteration = self.saved = self.first
+        self.scores = deque(saved.get("scores", ()), maxlen=100)
+        self.episodes: list[tuple[int, Episode]] = []  # of this iteration, with the step in which each ended
+        self.warned: set[str] = set()
+        self.stopping = False
+        self.start_time = time.time()
+        if RANK == 0:
+            self.open()
+        for sign in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(sign, self.stop)
+
+    def open(self) -> None:
+        """Take a folder that no other process writes to, and start its log; raises UsageError."""
         from torch.utils.tensorboard import SummaryWriter
 
-        if args.resume:
-            self.folder = Path(args.resume).absolute()
-        else:  # characters that no file system minds; unique also among runs that start in the same second
-            stamp = time.strftime("%y%m%d-%H%M%S")
-            name = re.sub(r"[^\w.-]+", "-", f"{args.env_id}__{args.exp_name}__{args.seed}__{stamp}_")
-            try:
-                os.makedirs(args.run_dir, exist_ok=True)
-                self.folder = Path(tempfile.mkdtemp(prefix=name, dir=args.run_dir)).absolute()
-            except OSError as error:
-                raise UsageError(f"--run-dir {args.run_dir} cannot hold run folders: {error}") from None
-        (self.folder / "args.tmp").write_text(json.dumps(asdict(replace(args, resume=None)), indent=2))
-        (self.folder / "args.tmp").replace(self.folder / "args.json")
+        args = self.args
+        unique = f"{args.seed}__{time.strftime('%y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}"
+        name = re.sub(r"[^\w.-]+", "-", f"{args.env_id}__{args.exp_name}__{unique}")
+        self.folder = Path(args.resume or f"{args.run_dir}/{name}").absolute()
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.lock = FileLock(self.folder / "lock", timeout=0)
+            self.lock.acquire()
+            (self.folder / "args.json").write_text(json.dumps(asdict(args), indent=2))
+        except OSError as error:
+            raise UsageError(f"{self.folder} cannot be used, perhaps since another process does: {error}") from None
         if args.track:
             import wandb
 
-            wandb.init(project=args.wandb_project_name, entity=args.wandb_entity, id=self.folder.name, resume="allow",
-                       config=asdict(args), sync_tensorboard=True)  # fmt: skip
-        step, steps = self.iteration * self.batch_size, self.last * self.batch_size
-        self.writer = SummaryWriter(str(self.folder), purge_step=step + 1, flush_secs=30)
-        self.writer.add_text("args", "".join(f"    {k} = {v}\n" for k, v in vars(args).items()))
+            wandb.init(
+                project=args.wandb_project_name,
+                entity=args.wandb_entity,
+                id=self.folder.name,
+                dir=self.folder,
+                resume="allow",
+                config=asdict(args),
+                sync_tensorboard=True,
+            )
+        step = self.first * self.batch_size
+        steps = self.last * self.batch_size
+        self.writer = SummaryWriter(str(self.folder), purge_step=step + 1)
         self.bar = tqdm(total=steps, initial=step, unit="step", disable=not sys.stderr.isatty())
-        atexit.register(self.close)  # also after an interrupt or an error
-        if self.first >= self.last:
-            self.bar.write("this run is finished, nothing is left to train; a larger --total-timesteps goes on with it")
-        if args.capture_video:
-            self.film = Film(self.folder, f"from-step-{step}", False, 15)
-        self.folder.chmod(0o755)
-        self.bar.write(f"run folder: {self.folder}\n{args.env_id} on {device}, step {step:,} to {steps:,} of"
-                       f" {int(args.total_timesteps):,} by {self.batch_size:,}")  # fmt: skip
+        atexit.register(self.close)  # also after an error
+        self.bar.write(
+            f"run folder: {self.folder}\n{args.env_id}, step {step:,} to {steps:,} of {int(args.total_timesteps):,} by"
+            f" {self.batch_size:,}, saved every {self.every} iterations and at Ctrl-C"
+        )
+
+    def stop(self, *_: Any) -> None:
+        """End with this iteration, saved; at the second signal at once."""
+        if self.stopping:
+            raise KeyboardInterrupt
+        self.stopping = True
+        if RANK == 0:
+            self.bar.write("interrupted: this iteration is finished and saved first; once more leaves at once")
 
     def starts_afresh(self, iteration: int) -> bool:
         """Generators and environments restart at the start and after each checkpoint, which makes resuming exact."""
-        afresh = iteration == self.first or iteration % (self.every or self.last) == 0
-        if afresh and self.film and self.film.video:
-            self.film.end()
-        if afresh and iteration > self.first and not (self.ended or RANK or "restart" in self.said):
-            self.said.add("restart")
-            self.bar.write("no episode ended between two checkpoints, where all start anew; raise --checkpoint-every")
-        self.ended = self.ended and not afresh
-        return afresh
-
-    def compile(self, function: Any) -> Any:
-        mode = "reduce-overhead" if self.device.type == "cuda" else "default"
-        return torch.compile(function, mode=mode) if self.args.compile else function
-
-    def episodes(self, t: int, finished: list[tuple[int, float, int]], frame: Callable[[], np.ndarray]) -> None:
-        """Note the episodes (environment, return, length) that ended in step t, each under a step number of its own."""
-        if self.film:
-            self.film.add(frame, any(i == 0 for i, _, _ in finished))
-        self.ended |= bool(finished)
-        before = self.iteration * self.batch_size + (t * WORLD + RANK) * self.args.num_envs // WORLD
-        self.finished += [(before + i + 1, score, length) for i, score, length in finished]
+        return iteration == self.first or iteration % self.every == 0
 
     def end_iteration(self, metrics: dict[str, Any]) -> None:
-        """Log, and write a checkpoint when it is due; raises FloatingPointError instead if a loss is not finite."""
-        stacked = torch.stack([torch.as_tensor(x, dtype=torch.float32, device=self.device) for x in metrics.values()])
-        self.metrics = dict(zip(metrics, global_mean(stacked).tolist(), strict=True))
-        if not np.isfinite(self.metrics["losses/explained_variance"]):
-            self.metrics["losses/explained_variance"] = float("nan")  # it does not exist for constant returns
-        bad = [f"{k} is {v}" for k, v in self.metrics.items() if not np.isfinite(v) and "explained" not in k]
-        if bad:
-            raise FloatingPointError(f"{bad[0]} in iteration {self.iteration + 1}; nothing of it was saved")
-        for part in self.parts.values():
-            if hasattr(part, "share"):  # statistics that each process has gathered on its own
-                part.share()
-        everyone = [self.finished] * WORLD
-        if WORLD > 1:
-            dist.all_gather_object(everyone, self.finished)
-        finished, self.finished, self.iteration = sorted(sum(everyone, [])), [], self.iteration + 1
-        self.scores.extend(score for _, score, _ in finished)
-        step, trained = self.iteration * self.batch_size, (self.iteration - self.first) * self.batch_size
-        self.metrics["charts/learning_rate"] = self.parts["optimizer"].param_groups[0]["lr"]
-        self.metrics["charts/SPS"] = trained / (time.time() - self.start_time)
-        if not RANK:
-            for at, score, length in finished:
-                self.writer.add_scalar("charts/episodic_return", score, at)
-                self.writer.add_scalar("charts/episodic_length", length, at)
-            for name, value in self.metrics.items():
-                self.writer.add_scalar(name, value, step)
-            self.show(step)
-        if self.every and (self.iteration % self.every == 0 or self.iteration == self.last):
-            self.save("checkpoint.pt", **self.parts)
+        """Log, and save when it is due; raises RunError if not all is finite, KeyboardInterrupt after `stop`."""
+        means = global_mean(torch.tensor([float(x) for x in metrics.values()]))
+        self.metrics = dict(zip(metrics, means.tolist(), strict=True))
+        for key in self.parts.keys() - {"optimizer"}:
+            if not all(x.isfinite().all() for x in self.parts[key].state_dict().values()):
+                raise RunError(
+                    f"{key} is not finite after iteration {self.iteration + 1}, which is not saved; look at what"
+                    f" --env-id {self.args.env_id} returns and at --learning-rate"
+                )
+        stopping = global_mean(torch.tensor(float(self.stopping))) > 0  # whichever process got the signal
+        if WORLD > 1:  # the episodes and the statistics of each process become those of all
+            everyone: list[Any] = [None] * WORLD
+            dist.all_gather_object(everyone, self.episodes)
+            self.episodes = sorted(sum(everyone, []))
+            self.parts["obs_stats"].share()
+            self.parts["return_stats"].share()
+        self.scores.extend(episode.score for _, episode in self.episodes)
+        self.iteration += 1
+        if RANK == 0:
+            self.log()
+            if stopping or self.iteration == self.last or self.iteration % self.every == 0:
+                self.save("checkpoint.pt", self.parts)
+                if self.args.capture_video:
+                    film = self.folder / "videos" / f"step-{self.iteration * self.batch_size}.mp4"
+                    play(make_env(self.args, film=True), load_policy(str(self.folder)), self.args.seed, film)
+        self.episodes = []
+        if stopping and self.iteration < self.last:
+            raise KeyboardInterrupt
 
-    def show(self, step: int) -> None:
-        """Move the progress bar (without a terminal: a line every ten seconds); give each health warning once."""
-        scores = list(self.scores)
-        text = f"return {np.mean(scores):.1f}" if scores else "no episode has ended"
+    def log(self) -> None:
+        """Write to TensorBoard, move the progress bar (without a terminal a line), warn once each."""
+        step = self.iteration * self.batch_size
+        self.metrics["charts/learning_rate"] = self.parts["optimizer"].param_groups[0]["lr"]
+        self.metrics["charts/SPS"] = (self.iteration - self.first) * self.batch_size / (time.time() - self.start_time)
+        for t, episode in self.episodes:
+            at = step - self.batch_size + t * self.args.num_envs + episode.env + 1  # each its own
+            self.writer.add_scalar("charts/episodic_return", episode.score, at)
+            self.writer.add_scalar("charts/episodic_length", episode.length, at)
+        for name, value in self.metrics.items():
+            self.writer.add_scalar(name, value, step)
+
+        text = f"return {np.mean(self.scores):.1f}" if self.scores else "no episode has ended"
         self.bar.set_postfix_str(text, refresh=False)
         self.bar.update(self.batch_size)
-        if self.bar.disable and (time.time() > self.line_time + 10 or self.iteration == self.last):
-            self.line_time = time.time()
-            print(f"step {step:,}, {text}, {self.metrics['charts/SPS']:.0f} steps/s", flush=True)
-        flat = len(scores) == 100 and np.mean(scores[50:]) <= np.mean(scores[:50])
-        for name, warning in health(self.metrics, bool(flat), 1.5 * (self.args.target_kl or 0.1)):
-            if self.iteration > 10 and name not in self.said:
-                self.said.add(name)
-                self.bar.write(f"step {step:,}: {warning}")
+        if self.bar.disable:  # no terminal
+            self.bar.write(f"step {step:,}, {text}, {self.metrics['charts/SPS']:.0f} steps/s")
+        for name, low, high, meaning in HEALTHY:
+            value = self.metrics[name]
+            if (value < low or value > high) and self.iteration > 10 and name not in self.warned:
+                self.warned.add(name)
+                self.bar.write(f"step {step:,}: {name} is {value:.3g}: {meaning}")
 
-    def save(self, name: str, **parts: Any) -> None:
-        """Write a file whole or not at all: aside, to the disk, then renamed. It holds tensors, numbers and strings."""
-        weights = torch.cat([p.detach().reshape(-1) for p in self.parts["agent"].parameters()])
-        if not weights.isfinite().all():
-            raise FloatingPointError(f"weights are not finite after iteration {self.iteration}; {name} was not written")
-        if WORLD > 1:
-            low, high = weights.clone(), weights.clone()
-            dist.all_reduce(low, dist.ReduceOp.MIN)
-            dist.all_reduce(high, dist.ReduceOp.MAX)
-            if not torch.equal(low, high):
-                raise FloatingPointError("the processes hold different weights; nothing was saved")
-        if RANK:
-            return
-        state = {key: part.state_dict() for key, part in parts.items()}
+    def save(self, name: str, parts: Any) -> None:
+        """Write a file whole or not at all: aside, then renamed. It holds tensors, numbers and strings."""
+        state: dict[str, Any] = {key: self.parts[key].state_dict() for key in parts}
+        state |= {"iteration": self.iteration, "scores": list(self.scores), "world": WORLD, "args": asdict(self.args)}
         aside = self.folder / f"{name}.tmp"
         try:
-            with open(aside, "wb") as file:
-                numbers = {"iteration": self.iteration, "scores": list(self.scores), "processes": WORLD}
-                torch.save(state | numbers, file)
-                file.flush()
-                os.fsync(file.fileno())
+            torch.save(state, aside)
             aside.replace(self.folder / name)
         except (OSError, RuntimeError) as error:
-            if isinstance(error.__context__, KeyboardInterrupt):  # which torch reports as a file that ends too early
-                raise KeyboardInterrupt from None
-            raise OSError(f"{self.folder / name} could not be written and is as it was before ({error})") from error
+            raise RunError(f"{self.folder / name} could not be written and is as it was ({error})") from error
         finally:
             aside.unlink(missing_ok=True)
+        self.saved = self.iteration
 
     def finish(self) -> dict[str, float]:
         """Close the run; returns the last metrics and the mean return of the last 100 episodes."""
-        if self.args.save_model:
-            self.save("model.pt", **{key: part for key, part in self.parts.items() if key != "optimizer"})
-        if not RANK:
-            atexit.unregister(self.close)
+        if RANK == 0:
+            if self.args.save_model:
+                self.save("model.pt", self.parts.keys() - {"optimizer"})
             self.close()
-        score = float(np.mean(self.scores)) if self.scores else float("nan")
-        return self.metrics | {"global_step": self.iteration * self.batch_size, "episodic_return": score}
+        return self.metrics | {"episodic_return": float(np.mean(self.scores or np.nan))}
 
     def close(self) -> None:
+        atexit.unregister(self.close)
         self.bar.close()
         self.writer.close()
-        saved = (self.folder / "checkpoint.pt").exists()
-        left = "--resume goes on from its last checkpoint" if saved else "no checkpoint"
-        state = "finished" if self.iteration >= self.last else f"not finished: {left}"
-        print(f"run folder: {self.folder} ({state})", flush=True)
+        self.lock.release()
+        left = f"not finished: --resume goes on from step {self.saved * self.batch_size:,}"
+        print(f"run folder: {self.folder} ({left if self.iteration < self.last else 'finished'})", flush=True)
 
 
-def restore(folder: str, device: torch.device, **parts: Any) -> tuple[int, list[float], int]:
-    """Load a checkpoint into `parts`; returns its iteration, latest scores and number of processes. Executes nothing."""
-    path = Path(folder, "checkpoint.pt" if Path(folder, "checkpoint.pt").exists() else "model.pt")
-    require(path.exists(), f"{folder} holds no checkpoint.pt yet")
+def report(run: Run, metrics: dict[str, Any]) -> None:
+    """Say why the policy stays as it was, if it does."""
+    if RANK == 0 and metrics["trpo/step_fraction"] == 0:
+        why = "the gradient is zero or not finite, or the curvature along it is not positive"
+        if metrics["trpo/expected_improvement"] > 0:
+            why = "no step along the natural gradient improves the surrogate within --max-kl"
+        run.bar.write(f"iteration {run.iteration + 1}: the policy stays as it is; {why}")
+
+
+def load_checkpoint(folder: str, **parts: Any) -> dict[str, Any]:
+    """What the checkpoint of a run folder holds, loaded into `parts`, too. Executes nothing. Raises UsageError."""
+    path = Path(folder, "checkpoint.pt")
+    require(path.exists(), f"{folder} holds no checkpoint.pt")
     try:
-        state = torch.load(path, map_location=device, weights_only=True)
+        state = torch.load(path, map_location="cpu", weights_only=True)
         for key, part in parts.items():
             part.load_state_dict(state[key])
-        return int(state["iteration"]), [float(score) for score in state["scores"]], int(state["processes"])
+        state["args"] = Args(**state["args"])
+        return state
     except Exception as error:
-        sentence = f"{path} is no checkpoint of this script and run: {type(error).__name__} {error}"
-        raise UsageError(sentence.splitlines()[0]) from None
+        raise UsageError(f"{path} is no whole checkpoint of this script ({type(error).__name__})") from None
 
 
-class Film:
-    """Episodes of the first environment as video files: with `every` all of them, else numbers 0, 1, 8, 27, ..."""
+# --- Evaluation and films
 
-    def __init__(self, folder: Path, name: str, every: bool, fps: int):
+
+def load_policy(folder: str, sample: bool = True) -> Policy:
+    """The policy saved in a run folder: flat raw observations [..., D] to actions [..., A] within their bounds.
+
+    Actions are sampled as in training, or the most probable ones; discrete ones are one-hot. Raises UsageError if
+    folder or environment cannot be used.
+    """
+    saved = load_checkpoint(folder)
+    env = make_env(saved["args"])
+    obs_stats = RunningMeanStd(*env.observation_space.shape)
+    obs_stats.load_state_dict(saved["obs_stats"])
+    agent = Agent(env.observation_space.shape[0], env.action_space.shape[0], env.discrete)
+    agent.load_state_dict(saved["agent"])
+
+    @torch.inference_mode()
+    def policy(raw_obs: np.ndarray) -> np.ndarray:
+        pi = agent.policy(torch.from_numpy(obs_stats.normalize(raw_obs)))
+        noise = pi.noise(*pi.outputs.shape) if sample else 0
+        return pi.choose((pi.outputs + noise).numpy()).clip(env.action_space.low, env.action_space.high)
+
+    return policy
+
+
+def play(env: Any, policy: Policy, seed: int, film: Path | None) -> float:
+    """Return of one episode, which `film` shows, too; if filming fails, the film ends and the episode goes on."""
+    video = None
+    if film:
         from imageio.v2 import get_writer
 
-        (folder / "videos").mkdir(exist_ok=True)
-        self.every, self.count, self.video = every, 0, None  # type: bool, int, Any
-        self.open = lambda: get_writer(f"{folder}/videos/{name}-episode-{self.count}.mp4", fps=fps, macro_block_size=1)
-        atexit.register(self.end)
-
-    def add(self, frame: Callable[[], np.ndarray], ended: bool) -> None:
-        """`frame()` gives uint8 [H, W] or [H, W, 3]; `ended` says that it is an episode's last one."""
-        due = self.every or round(self.count ** (1 / 3)) ** 3 == self.count or self.count % 1000 == 0
-        if self.video is None and due:
-            self.video = self.open()
-        if self.video:
-            image = frame()
-            zoom = -(-200 // len(image))
-            height, width = image.shape[0] * zoom // 2 * 2, image.shape[1] * zoom // 2 * 2  # the codec wants them even
-            self.video.append_data(image.repeat(zoom, 0).repeat(zoom, 1)[:height, :width])
-        if ended:
-            self.end()
-
-    def end(self) -> None:
-        if self.video:
-            self.video.close()
-        self.video, self.count = None, self.count + 1
+        film.parent.mkdir(exist_ok=True)
+        video = get_writer(film, fps=30, macro_block_size=2)
+    obs, _ = env.reset(seed=seed)
+    score = 0.0
+    done = False
+    while not done:
+        obs, reward, termination, truncation, _ = env.step(policy(obs))
+        score += float(reward)
+        done = termination or truncation
+        if video:
+            try:
+                video.append_data(env.render())
+            except Exception as error:
+                print(f"{film} ends early: {error}", file=sys.stderr)
+                video = None  # which closes it, as the return does
+    return score
 
 
 def evaluate(args: Args) -> list[float]:
-    """Returns of exactly --eval-episodes episodes by the policy saved in the folder --evaluate, its statistics frozen.
-
-    Each of the parallel environments plays a fixed share, so that short episodes do not crowd in.
-    """
-    device, folder = start(args), str(args.evaluate)
-    n, scores = min(args.num_envs, args.eval_episodes), list[float]()
-    envs = NormalizedEnvs(args, n)
-    discrete = envs.envs.discrete
-    agent = Agent(envs.obs_stats.mean.size, envs.low.size, discrete, args.bf16).to(device)
-    iteration, *_ = restore(folder, device, agent=agent, obs_stats=envs.obs_stats)
-    envs.obs_stats.update = envs.return_stats.update = lambda x: None  # type: ignore[method-assign]  # frozen
-    film = Film(Path(folder), "evaluation", True, 30) if args.capture_video else None
-    envs.reset(reseed(args.seed, iteration))
-    share = [args.eval_episodes // n + (i < args.eval_episodes % n) for i in range(n)]
-    while any(share):
-        with torch.inference_mode():
-            outputs = agent.actor(torch.from_numpy(envs.obs).to(device)) + draw_noise(agent, n) * args.eval_sample
-        finished = envs.step(choose(outputs.cpu().numpy(), discrete))[1]
-        if film and share[0]:
-            film.add(lambda: envs.envs.envs[0].render(), any(i == 0 for i, _, _ in finished))
-        require(envs.lengths.max() < 100_000, f"an episode of --env-id {args.env_id} has not ended in 100,000 steps")
-        for i, score, _ in finished:
-            if share[i]:
-                scores.append(score)
-                share[i] -= 1
-    how = f"{'sampled' if args.eval_sample else 'most probable'} actions"
-    print(f"{args.env_id}: return {np.mean(scores):.2f} ± {np.std(scores):.2f} over {len(scores)} episodes, {how}")
+    """Returns of --eval-episodes episodes by the policy saved in the folder --evaluate, its statistics frozen."""
+    start(args)
+    env = make_env(args, args.capture_video)
+    policy = load_policy(str(args.evaluate), args.eval_sample)
+    torch.manual_seed(args.seed)
+    scores = []
+    for number in range(args.eval_episodes):
+        film = Path(str(args.evaluate), "videos", f"evaluation-{time.time():.0f}-{number}.mp4")
+        scores.append(play(env, policy, args.seed + number, film if args.capture_video else None))
+    print(
+        f"{args.env_id}: return {np.mean(scores):.2f} ± {np.std(scores):.2f} over {len(scores)} episodes,"
+        f" {'sampled' if args.eval_sample else 'most probable'} actions"
+    )
     return scores
+
+
+# --- Main
 
 
 def parse_args(argv: list[str] | None = None) -> Args:
     """The command line; with --resume or --evaluate, the flags of that run are the defaults."""
     args = tyro.cli(Args, args=argv)
     folder = args.resume or args.evaluate
-    require(not (args.resume and args.evaluate), "--resume and --evaluate exclude each other")
     if folder is None:
         return args
-    try:
-        saved = Args(**json.loads(Path(folder, "args.json").read_text()))
-    except (OSError, ValueError, TypeError) as error:
-        raise UsageError(f"{folder} is no run folder of this script: {error}") from None
+    saved = load_checkpoint(folder)["args"]
     args = tyro.cli(Args, args=argv, default=saved)
-    changed = [k.replace("_", "-") for k, v in vars(args).items() if k not in MAY_CHANGE and v != getattr(saved, k)]
-    require(args.evaluate or not changed, f"--resume cannot change the run's own --{', --'.join(changed)}")
+    changed = {name for name, _ in asdict(args).items() - asdict(saved).items()} - MAY_CHANGE
+    require(args.evaluate or not changed, f"--resume cannot change the run's own {', '.join(sorted(changed))}")
     return args
 
 
 def main() -> None:
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # leave as after Ctrl-C
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # a log shows at once what was said
     try:
         args = parse_args()
-        evaluate(args) if args.evaluate else train(args)
-        for sign in (signal.SIGINT, signal.SIGTERM):  # all is written, and the exit is no interruption
-            signal.signal(sign, signal.SIG_IGN)
-    except (EOFError, ConnectionError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and not (WORLD > 1 and re.search("gloo|nccl", str(error), re.I)):
-            raise
-        sys.exit(f"error: a process on which this one depends has died: {' '.join(repr(error).split())}")
-    except (UsageError, FloatingPointError, OSError, KeyboardInterrupt) as error:
+        if args.evaluate:
+            evaluate(args)
+        else:
+            train(args)
+    except (UsageError, RunError, KeyboardInterrupt, ModuleNotFoundError, gym.error.Error) as error:
         print(f"error: {' '.join(str(error).split()) or 'interrupted'}", file=sys.stderr)
-        sys.exit({UsageError: 2, KeyboardInterrupt: 130}.get(type(error), 1))
+        sys.exit(1 if isinstance(error, RunError) else 130 if isinstance(error, KeyboardInterrupt) else 2)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -5,15 +5,15 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.nn as nn
-from conftest import MODULES, ROOT, SMALL, command, environment, run, run_small, scalars
+from conftest import MODULES, ROOT, SMALL, environment, run, run_small, scalars
 
 trpo = MODULES["trpo"]
-Policy = Callable[[torch.Tensor], tuple[torch.Tensor, ...]]
+Policy = Callable[[torch.Tensor], Any]
 KINDS = pytest.mark.parametrize("discrete", [False, True], ids=["Box", "Discrete"])
 
 
@@ -23,18 +23,23 @@ def tiny(discrete: bool, seed: int = 0, rows: int = 7) -> tuple[Policy, torch.Te
     obs = torch.randn(rows, 3, generator=generator, dtype=torch.float64)
     theta = torch.randn(4 * 4 + 5 * 2 + (0 if discrete else 2), generator=generator, dtype=torch.float64) * 0.7
 
-    def policy(theta: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def policy(theta: torch.Tensor) -> Any:
         hidden = (obs @ theta[:12].view(3, 4) + theta[12:16]).tanh()
         out = hidden @ theta[16:24].view(4, 2) + theta[24:26]
-        return (out,) if discrete else (out, theta[26:])
+        return trpo.Categorical(out) if discrete else trpo.Gaussian(out, theta[26:])
 
     return policy, theta
 
 
 def distribution(pi: Any) -> Any:
-    if len(pi) == 1:
-        return torch.distributions.Categorical(logits=pi[0])
-    return torch.distributions.Independent(torch.distributions.Normal(pi[0], pi[1].exp().expand_as(pi[0])), 1)
+    if isinstance(pi, trpo.Categorical):
+        return torch.distributions.Categorical(logits=pi.outputs)
+    std = pi.logstd.exp().expand_as(pi.outputs)
+    return torch.distributions.Independent(torch.distributions.Normal(pi.outputs, std), 1)
+
+
+def detached(pi: Any) -> Any:
+    return type(pi)(*(x.detach().clone() for x in pi))
 
 
 def library_kl(old: Any, new: Any) -> torch.Tensor:
@@ -56,13 +61,13 @@ def test_products_equal_the_dense_fisher_matrix_of_scores(discrete: bool) -> Non
     policy, theta = tiny(discrete)
     pi = policy(theta)
     if discrete:
-        actions, weights = torch.eye(2, dtype=torch.float64)[:, None].expand(2, 7, 2), pi[0].softmax(-1).T
+        actions, weights = torch.eye(2, dtype=torch.float64)[:, None].expand(2, 7, 2), pi.outputs.softmax(-1).T
     else:
         import numpy as np
 
         x, w = (torch.from_numpy(part) for part in np.polynomial.hermite_e.hermegauss(8))
         grid = torch.cartesian_prod(x, x)
-        actions = pi[0] + pi[1].exp() * grid[:, None]
+        actions = pi.outputs + pi.logstd.exp() * grid[:, None]
         weights = (torch.cartesian_prod(w, w).prod(-1) / w.sum() ** 2)[:, None].expand(-1, 7)
     index = actions.argmax(-1) if discrete else actions
     scores = torch.func.jacrev(lambda theta: distribution(policy(theta)).log_prob(index))(theta)
@@ -103,10 +108,10 @@ def test_products_equal_double_backprop_and_forward_mode(discrete: bool, damping
     torch.testing.assert_close(product, expected + damping * v)
     jv = torch.func.jvp(policy, (theta,), (v,))[1]  # vᵀFv as the weighted square of the change of the distribution
     if discrete:
-        p = old[0].softmax(-1)
-        square = (p * jv[0].square()).sum(-1) - (p * jv[0]).sum(-1).square()
+        p = old.outputs.softmax(-1)
+        square = (p * jv.outputs.square()).sum(-1) - (p * jv.outputs).sum(-1).square()
     else:
-        square = (jv[0] / old[1].exp()).square().sum(-1) + 2 * jv[1].square().sum()
+        square = (jv.outputs / old.logstd.exp()).square().sum(-1) + 2 * jv.logstd.square().sum()
     assert float(v @ product) == pytest.approx(float(square.mean() + damping * v @ v))
 
 
@@ -125,7 +130,14 @@ def test_products_are_symmetric_and_positive_for_the_real_agent(discrete: bool) 
 
 
 def policy_of(agent: Any, obs: torch.Tensor) -> Policy:
-    return lambda theta: torch.func.functional_call(agent, trpo.unflatten(agent, theta), (obs,))
+    return lambda theta: trpo.policy_at(agent, obs, theta)
+
+
+def step_and_rest(gradient: torch.Tensor, matvec: Callable[[torch.Tensor], torch.Tensor], iters: int) -> Any:
+    """The natural step within a KL of 0.01, and what is left of the gradient where it ends."""
+    x = trpo.conjugate_gradient(matvec, gradient, iters)
+    product = matvec(x)
+    return trpo.natural_step(x, product, 0.01), (gradient - product).norm() / gradient.norm()
 
 
 @pytest.mark.detail("S2")
@@ -200,7 +212,7 @@ def test_cg_stops_at_its_tolerance_and_at_once_when_there_is_nothing_to_solve() 
 def test_cg_keeps_what_it_has_when_curvature_is_not_positive(curvature: float) -> None:
     assert trpo.conjugate_gradient(lambda v: curvature * v, torch.ones(3), 10).tolist() == [0, 0, 0]
     scale = torch.tensor([1.0, curvature])
-    step, _ = trpo.natural_step(torch.tensor([2.0, 0.1]), lambda v: scale * v, 10, 0.01)  # no solution, or no minimum
+    step, _ = step_and_rest(torch.tensor([2.0, 0.1]), lambda v: scale * v, 10)  # no solution, or no minimum
     assert step.isfinite().all()
 
 
@@ -212,12 +224,12 @@ def test_natural_gradient_of_a_gaussian_bandit_is_the_closed_form() -> None:
     """θ = (mean, log std) of one normal action: F = diag(1/σ², 2), so F⁻¹g = (σ² g_μ, g_logσ / 2)."""
     theta = torch.tensor([0.3, -0.6], dtype=torch.float64)
     std = theta[1].exp()
-    policy = lambda theta: (theta[:1].expand(50, 1), theta[1:])
+    policy = lambda theta: trpo.Gaussian(theta[:1].expand(50, 1), theta[1:])
     gradient = torch.tensor([0.7, -0.2], dtype=torch.float64)
     natural = torch.stack([std**2 * gradient[0], gradient[1] / 2])
     matvec = trpo.fisher_vector_product(policy, theta, 0.0)
     torch.testing.assert_close(trpo.conjugate_gradient(matvec, gradient, 2), natural)
-    step, residual = trpo.natural_step(gradient, matvec, 2, 0.01)
+    step, residual = step_and_rest(gradient, matvec, 2)
     torch.testing.assert_close(step, natural * torch.sqrt(0.02 / (gradient @ natural)))
     assert float(residual) < 1e-9
     kl = library_kl(policy(theta), policy(theta + step)).mean()
@@ -230,7 +242,7 @@ def test_of_all_steps_of_that_length_in_kl_it_gains_most() -> None:
     matrix = dense(trpo.fisher_vector_product(policy, theta, 0.1), len(theta))
     torch.manual_seed(0)
     gradient = torch.randn_like(theta)
-    step, residual = trpo.natural_step(gradient, matrix.mv, 60, 0.01)
+    step, residual = step_and_rest(gradient, matrix.mv, 60)
     assert float(0.5 * step @ matrix @ step) == pytest.approx(0.01) and float(residual) < 1e-8
     for _ in range(100):
         other = torch.randn_like(theta)
@@ -244,30 +256,33 @@ def test_of_all_steps_of_that_length_in_kl_it_gains_most() -> None:
     [(0.0, 1.0), (1.0, 0.0), (1.0, -1.0), (1.0, math.nan), (math.nan, 1.0), (math.inf, 1.0), (1e30, 1.0)],
 )
 def test_without_a_usable_direction_there_is_no_step(gradient: float, curvature: float) -> None:
-    step, residual = trpo.natural_step(torch.full((4,), gradient), lambda v: curvature * v, 10, 0.01)
-    assert step.tolist() == [0, 0, 0, 0] and math.isfinite(residual)
+    step, _ = step_and_rest(torch.full((4,), gradient), lambda v: curvature * v, 10)
+    assert step.tolist() == [0, 0, 0, 0]
 
 
 # ---------------------------------------------------------------------------------------------------------- line search
 
 
-def search(surrogates: list[float], kls: list[float], steps: int = 3, decay: float = 0.5) -> tuple[Any, ...]:
-    """A line search that meets these values, the first pair at the start; returns its result and what it tried."""
+def search(surrogates: list[float], kls: list[float], steps: int = 3, decay: float = 0.5) -> tuple[Any, Any, Any]:
+    """A line search that meets these values, the first pair at the start: its result, what it tried, and its start."""
     theta, step, tried = torch.tensor([1.0, 0.1]), torch.tensor([1.0, -3.0]), []
 
-    def measure(at: torch.Tensor) -> torch.Tensor:
+    def measure(at: torch.Tensor) -> dict[str, torch.Tensor]:
         tried.append(float((at - theta)[0]))
-        return torch.tensor([surrogates[len(tried) - 1], kls[len(tried) - 1], 7.0])
+        i = len(tried) - 1
+        return {"policy_loss": -torch.tensor(surrogates[i]), "kl": torch.tensor(kls[i]), "entropy": torch.tensor(7.0)}
 
-    return *trpo.line_search(measure, theta, step, 0.01, decay, steps), tried, theta
+    return trpo.line_search(measure, theta, step, 0.01, decay, steps), tried, theta
 
 
 @pytest.mark.detail("TRPO-search")
 def test_line_search_takes_the_first_candidate_that_passes_both_tests() -> None:
-    new, stats, fraction, backtracks, tried, theta = search([0.5, 0.9, 0.4, 0.6, 0.8], [0, 0.02, 0.001, 0.01, 0.001])
-    assert tried == [0.0, 1.0, 0.5, 0.25] and (fraction, backtracks) == (0.25, 2)
-    assert torch.equal(new, theta + 0.25 * torch.tensor([1.0, -3.0]))
-    assert stats.tolist() == pytest.approx([0.6, 0.01, 7.0])
+    found, tried, theta = search([0.5, 0.9, 0.4, 0.6, 0.8], [0, 0.02, 0.001, 0.01, 0.001])
+    assert tried == [0.0, 1.0, 0.5, 0.25] and (found.fraction, found.backtracks) == (0.25, 2)
+    assert torch.equal(found.theta, theta + 0.25 * torch.tensor([1.0, -3.0]))
+    assert found.improvement == pytest.approx(0.1)
+    measured = {name: float(x) for name, x in found.measured.items()}
+    assert measured == pytest.approx({"policy_loss": -0.6, "kl": 0.01, "entropy": 7.0})
 
 
 @pytest.mark.detail("TRPO-search")
@@ -282,9 +297,9 @@ def test_line_search_takes_the_first_candidate_that_passes_both_tests() -> None:
     ],
 )
 def test_line_search_returns_the_old_parameters_bit_for_bit_when_none_passes(surrogates: Any, kls: Any) -> None:
-    new, stats, fraction, backtracks, tried, theta = search(surrogates, kls)
-    assert len(tried) == 5 and (fraction, backtracks) == (0.0, 3)
-    assert torch.equal(new, theta) and stats[1] == 0
+    found, tried, theta = search(surrogates, kls)
+    assert len(tried) == 5 and (found.fraction, found.backtracks, found.improvement) == (0.0, 3, 0.0)
+    assert torch.equal(found.theta, theta) and found.measured["kl"] == 0
 
 
 # -------------------------------------------------------------------------------------------------------- distributions
@@ -292,38 +307,40 @@ def test_line_search_returns_the_old_parameters_bit_for_bit_when_none_passes(sur
 
 @pytest.mark.detail("TRPO-search")
 def test_gaussian_kl_by_integration() -> None:
-    side = lambda mean, std: (torch.tensor([[mean]], dtype=torch.float64), torch.tensor([std]).double().log())
+    double = lambda *x: torch.tensor(x, dtype=torch.float64)
+    side = lambda mean, std: trpo.Gaussian(double(mean)[None], double(std).log())
     old, new = side(0.3, 0.8), side(-0.5, 1.7)
     x = torch.linspace(-20, 20, 20001, dtype=torch.float64)[:, None]
-    log_old, log_new = (trpo.log_prob(x, s) for s in (old, new))
+    log_old, log_new = (pi.log_prob(x) for pi in (old, new))
     assert float(torch.trapezoid(log_old.exp(), x[:, 0])) == pytest.approx(1, abs=1e-9)
     integral = torch.trapezoid(log_old.exp() * (log_old - log_new), x[:, 0])
-    assert float(trpo.kl_divergence(old, new)) == pytest.approx(float(integral), abs=1e-9)
-    assert float(trpo.kl_divergence(old, old)) == 0
-    assert float(trpo.kl_divergence(new, old)) != pytest.approx(float(integral), abs=1e-2)
+    assert float(old.kl(new)) == pytest.approx(float(integral), abs=1e-9)
+    assert float(old.kl(old)) == 0
+    assert float(new.kl(old)) != pytest.approx(float(integral), abs=1e-2)
 
 
 def acted(agent: Any, obs: torch.Tensor) -> torch.Tensor:
     """Actions [..., A] that training would take for observations [..., D]."""
-    noise = trpo.draw_noise(agent, *obs.shape[:-1])
     with torch.no_grad():
-        return torch.from_numpy(trpo.choose((agent.actor(obs) + noise).numpy(), agent.actor_logstd is None))
+        pi = agent.policy(obs)
+    return torch.from_numpy(pi.choose((pi.outputs + pi.noise(*pi.outputs.shape)).numpy())).float()
 
 
 @pytest.mark.detail("TRPO-search")
 def test_categorical_kl_by_hand_and_by_sampling() -> None:
-    old, new = (torch.tensor([[0.5, 0.25, 0.25]]).log() + 3,), (torch.tensor([[0.25, 0.5, 0.25]]).log() - 1,)
-    assert float(trpo.kl_divergence(old, new)) == pytest.approx(0.25 * math.log(2), rel=1e-5)
+    old = trpo.Categorical(torch.tensor([[0.5, 0.25, 0.25]]).log() + 3)
+    new = trpo.Categorical(torch.tensor([[0.25, 0.5, 0.25]]).log() - 1)
+    assert float(old.kl(new)) == pytest.approx(0.25 * math.log(2), rel=1e-5)
     agent = trpo.Agent(1, 3, True)
     with torch.no_grad():
-        agent.actor[-1].bias += old[0][0]
+        agent.actor[-1].bias += old.outputs[0]
     torch.manual_seed(0)
     actions = acted(agent, torch.zeros(200_000, 1))
-    assert actions.float().mean(0).tolist() == pytest.approx([0.5, 0.25, 0.25], abs=0.005)
-    ratio = trpo.log_prob(actions, old) - trpo.log_prob(actions, new)
+    assert actions.mean(0).tolist() == pytest.approx([0.5, 0.25, 0.25], abs=0.005)
+    ratio = old.log_prob(actions) - new.log_prob(actions)
     assert float(ratio.mean()) == pytest.approx(0.25 * math.log(2), abs=0.005)
-    extreme = (torch.tensor([[1000.0, 0.0, -1000.0]]),)
-    assert float(trpo.kl_divergence(extreme, extreme)) == 0 and float(trpo.entropy(extreme)) == 0
+    extreme = trpo.Categorical(torch.tensor([[1000.0, 0.0, -1000.0]]))
+    assert float(extreme.kl(extreme)) == 0 and float(extreme.entropy()) == 0
 
 
 @KINDS
@@ -333,14 +350,14 @@ def test_log_prob_kl_entropy_and_samples_agree_with_the_library(discrete: bool) 
     for parameter in (p for a in (agent, other) for p in a.parameters()):
         nn.init.normal_(parameter, std=0.3)
     obs = torch.randn(6, 3)
-    old, new = (tuple(x.detach() for x in a(obs)) for a in (agent, other))
+    old, new = (detached(a.policy(obs)) for a in (agent, other))
     actions = acted(agent, obs)
     index = actions.argmax(-1) if discrete else actions
-    torch.testing.assert_close(trpo.log_prob(actions, new), distribution(new).log_prob(index))
-    torch.testing.assert_close(trpo.kl_divergence(old, new), library_kl(old, new))
-    torch.testing.assert_close(trpo.entropy(old), distribution(old).entropy().mean())
-    mode = torch.from_numpy(trpo.choose(old[0].numpy(), discrete))
-    assert torch.equal(mode, torch.eye(4)[old[0].argmax(-1)] if discrete else old[0])
+    torch.testing.assert_close(new.log_prob(actions), distribution(new).log_prob(index))
+    torch.testing.assert_close(old.kl(new), library_kl(old, new))
+    torch.testing.assert_close(old.entropy(), distribution(old).entropy().mean())
+    mode = torch.from_numpy(old.choose(old.outputs.numpy())).float()
+    assert torch.equal(mode, torch.eye(4)[old.outputs.argmax(-1)] if discrete else old.outputs)
 
 
 @pytest.mark.detail("13")
@@ -360,7 +377,7 @@ def test_the_agent_is_two_tanh_networks_and_one_log_std() -> None:
     touched = {name for name, p in agent.named_parameters() if p.grad is not None and bool(p.grad.abs().sum() > 0)}
     assert touched == {name for name, _ in agent.named_parameters() if name.startswith("critic.")}
     agent.zero_grad()
-    means, logstd = agent(obs)
+    means, logstd = agent.policy(obs)
     (means.sum() + logstd.sum()).backward()
     touched = {name for name, p in agent.named_parameters() if p.grad is not None and bool(p.grad.abs().sum() > 0)}
     assert touched == {name for name, _ in agent.named_parameters() if not name.startswith("critic.")}
@@ -374,14 +391,15 @@ def test_the_agent_is_two_tanh_networks_and_one_log_std() -> None:
 # ----------------------------------------------------------------------------------------------------------- the update
 
 
-def batch(discrete: bool, args: Any) -> tuple[Any, ...]:
+def batch(discrete: bool) -> tuple[Any, dict[str, torch.Tensor]]:
     """An agent and a batch [T, N, ...] that it might have met."""
     torch.manual_seed(3)
     agent = trpo.Agent(3, 2, discrete)
     obs = torch.randn(64, 2, 3)
     actions = acted(agent, obs)
     advantages = actions[..., 0] * obs[..., 0] + 0.1 * torch.randn(64, 2)
-    return agent, obs, actions, (advantages - advantages.mean()) / advantages.std()
+    normal = (advantages - advantages.mean()) / advantages.std()
+    return agent, {"obs": obs, "actions": actions, "advantages": normal}
 
 
 def bits(agent: Any) -> dict[str, torch.Tensor]:
@@ -400,11 +418,12 @@ def make_args(**changes: Any) -> Any:
 def test_an_update_improves_the_surrogate_within_the_trust_region(discrete: bool, subsample: int) -> None:
     """Both recomputed from the parameters before and after with torch.distributions; the critic is not touched."""
     args = make_args(fvp_subsample=subsample)
-    agent, obs, actions, advantages = batch(discrete, args)
-    index = actions.argmax(-1) if discrete else actions
-    before, old = bits(agent), [x.detach().clone() for x in agent(obs)]
-    metrics = {k: float(v) for k, v in trpo.update_policy(args, agent, obs, actions, advantages).items()}
-    after, new = bits(agent), [x.detach() for x in agent(obs)]
+    agent, data = batch(discrete)
+    index = data["actions"].argmax(-1) if discrete else data["actions"]
+    advantages = data["advantages"]
+    before, old = bits(agent), detached(agent.policy(data["obs"]))
+    metrics = {k: float(v) for k, v in trpo.update_policy(args, agent, data).items()}
+    after, new = bits(agent), detached(agent.policy(data["obs"]))
     kl = float(library_kl(old, new).mean())
     assert 0.001 < kl <= args.max_kl * (1 + 1e-4) and metrics["losses/kl"] == pytest.approx(kl, rel=1e-3)
     logratio = distribution(new).log_prob(index) - distribution(old).log_prob(index)
@@ -423,19 +442,19 @@ def test_an_update_improves_the_surrogate_within_the_trust_region(discrete: bool
 @KINDS
 def test_an_update_that_fails_leaves_every_bit_and_is_counted(discrete: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     args = make_args()
-    agent, obs, actions, advantages = batch(discrete, args)
+    agent, data = batch(discrete)
     before = bits(agent)
-    zero = trpo.update_policy(args, agent, obs, actions, torch.zeros(64, 2))
+    zero = trpo.update_policy(args, agent, data | {"advantages": torch.zeros(64, 2)})
     assert float(zero["trpo/gradient_norm"]) == 0 and zero["trpo/step_fraction"] == 0
-    overflow = trpo.update_policy(args, agent, obs, actions, 1e30 * advantages)
+    overflow = trpo.update_policy(args, agent, data | {"advantages": 1e30 * data["advantages"]})
     assert overflow["trpo/step_fraction"] == 0
-    uphill = monkeypatch.context()
-    with uphill as patch:  # a wrong direction: nothing along it improves
-        natural = trpo.natural_step
-        patch.setattr(trpo, "natural_step", lambda *a: (-natural(*a)[0], torch.tensor(0.0)))
-        worse = trpo.update_policy(args, agent, obs, actions, advantages)
+    with monkeypatch.context() as patch:  # a wrong direction: nothing along it improves
+        forward = trpo.natural_step
+        patch.setattr(trpo, "natural_step", lambda *a: -forward(*a))
+        worse = trpo.update_policy(args, agent, data)
     assert worse["trpo/step_fraction"] == 0 and worse["trpo/backtracks"] == 10 and float(worse["losses/kl"]) == 0
     for metrics in (zero, overflow, worse):
+        assert not math.isnan(metrics.pop("trpo/gradient_norm"))  # it may be too large a number, and be said so
         assert all(math.isfinite(value) for value in metrics.values())
         assert float(metrics["trpo/improvement"]) == 0
     assert int(agent.failures) == 3 and float(worse["trpo/failures"]) == 3
@@ -448,9 +467,9 @@ def test_an_update_that_fails_leaves_every_bit_and_is_counted(discrete: bool, mo
 def test_no_damping_is_no_nan(discrete: bool) -> None:
     """Few rows, many parameters, products only to float32: F is singular, and CG runs on long after it is done."""
     args = make_args(cg_damping=0.0, cg_iters=200)
-    agent, obs, actions, advantages = batch(discrete, args)
+    agent, data = batch(discrete)
     for _ in range(3):
-        metrics = trpo.update_policy(args, agent, obs[:2], actions[:2], advantages[:2])
+        metrics = trpo.update_policy(args, agent, {name: x[:2] for name, x in data.items()})
         assert all(math.isfinite(value) for value in metrics.values())
     assert all(p.isfinite().all() for p in agent.parameters())
 
@@ -458,18 +477,19 @@ def test_no_damping_is_no_nan(discrete: bool) -> None:
 @pytest.mark.detail("TRPO-FVP")
 def test_the_fisher_matrix_of_every_kth_step_and_the_rest_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
     args = make_args(fvp_subsample=4)
-    agent, obs, *data = batch(False, args)
+    agent, data = batch(False)
+    obs = data["obs"]
     theta = torch.cat([p.detach().flatten() for p in trpo.policy_parameters(agent).values()])
     expected = trpo.fisher_vector_product(policy_of(agent, obs[::4]), theta, args.cg_damping)(theta)
     whole = trpo.fisher_vector_product(policy_of(agent, obs), theta, args.cg_damping)(theta)
-    step, products = trpo.natural_step, []
+    solve, products = trpo.conjugate_gradient, []
 
-    def watched(gradient: torch.Tensor, matvec: Any, *rest: Any) -> Any:
+    def watched(matvec: Any, *rest: Any) -> Any:
         products.append(matvec(theta))
-        return step(gradient, matvec, *rest)
+        return solve(matvec, *rest)
 
-    monkeypatch.setattr(trpo, "natural_step", watched)
-    trpo.update_policy(args, agent, obs, *data)
+    monkeypatch.setattr(trpo, "conjugate_gradient", watched)
+    trpo.update_policy(args, agent, data)
     torch.testing.assert_close(products[0], expected)
     assert (expected - whole).norm() > 100 * (products[0] - expected).norm() + 1e-4
 
@@ -477,36 +497,39 @@ def test_the_fisher_matrix_of_every_kth_step_and_the_rest_of_all(monkeypatch: py
 def test_more_cg_iterations_leave_a_smaller_residual() -> None:
     residuals = []
     for iters in (1, 3, 10):
-        args = make_args(cg_iters=iters)
-        residuals.append(float(trpo.update_policy(args, *batch(False, args))["trpo/cg_residual"]))
+        metrics = trpo.update_policy(make_args(cg_iters=iters), *batch(False))
+        residuals.append(float(metrics["trpo/cg_residual"]))
     assert residuals[0] > 2 * residuals[1] > 4 * residuals[2] > 0
 
 
 @pytest.mark.detail("TRPO-surrogate")
 def test_the_surrogate_by_hand() -> None:
     """Three actions whose probabilities went from 1/4 to 1/2, 1/4 to 1/8 and 1/2 to 3/8: ratios 2, 1/2 and 3/4."""
-    old, new = torch.tensor([0.25, 0.25, 0.5]), torch.tensor([[0.5, 0.125, 0.375]])
-    pi = (new.log().expand(3, 3) + 5,)  # logits know probabilities up to a constant
-    advantages = torch.tensor([3.0, -4.0, 8.0])
-    plain = trpo.surrogate(pi, torch.eye(3), old.log(), advantages, 0.0)
-    assert float(plain) == pytest.approx((6 - 2 + 6) / 3, rel=1e-5)
+    old = trpo.Categorical(torch.tensor([0.25, 0.25, 0.5]).log().expand(3, 3) - 2)
+    new = trpo.Categorical(torch.tensor([0.5, 0.125, 0.375]).log().expand(3, 3) + 5)  # logits are free of a constant
+    data = {"actions": torch.eye(3), "advantages": torch.tensor([3.0, -4.0, 8.0])}
+    plain, weighted = (trpo.surrogate(old, new, data, weight) for weight in (0.0, 0.5))
+    assert float(plain["policy_loss"]) == pytest.approx(-(6 - 2 + 6) / 3, rel=1e-5)
     entropy = -sum(p * math.log(p) for p in (0.5, 0.125, 0.375))
-    weighted = trpo.surrogate(pi, torch.eye(3), old.log(), advantages, 0.5)
-    assert float(weighted - plain) == pytest.approx(0.5 * entropy, rel=1e-5)
-    wide = (torch.zeros(2, 1), torch.tensor([math.log(2.0)]))  # half the density in the middle of one twice as wide
-    middle = trpo.surrogate(
-        wide, torch.zeros(2, 1), torch.full((2,), -0.5 * math.log(2 * math.pi)), advantages[:2], 0.0
-    )
-    assert float(middle) == pytest.approx(0.5 * (3 - 4) / 2, rel=1e-5)
+    assert float(weighted["policy_loss"] - plain["policy_loss"]) == pytest.approx(-0.5 * entropy, rel=1e-5)
+    assert float(plain["entropy"]) == pytest.approx(entropy, rel=1e-5)
+    kl = 0.25 * math.log(0.25 / 0.5) + 0.25 * math.log(0.25 / 0.125) + 0.5 * math.log(0.5 / 0.375)
+    assert float(plain["kl"]) == pytest.approx(kl, rel=1e-5)
+    logratio = [math.log(2), math.log(0.5), math.log(0.75)]
+    assert float(plain["old_approx_kl"]) == pytest.approx(-sum(logratio) / 3, rel=1e-5)
+    assert float(plain["approx_kl"]) == pytest.approx((2 + 0.5 + 0.75 - 3 - sum(logratio)) / 3, rel=1e-5)
+    narrow = trpo.Gaussian(torch.zeros(2, 1), torch.zeros(1))
+    wide = trpo.Gaussian(torch.zeros(2, 1), torch.tensor([math.log(2.0)]))  # half the density in the middle
+    middle = trpo.surrogate(narrow, wide, {"actions": torch.zeros(2, 1), "advantages": torch.tensor([3.0, -4.0])}, 0.0)
+    assert float(middle["policy_loss"]) == pytest.approx(-0.5 * (3 - 4) / 2, rel=1e-5)
 
 
 @pytest.mark.detail("TRPO-surrogate")
 def test_the_entropy_weight_is_part_of_the_surrogate() -> None:
     stds = []
     for weight in (0.0, 1.0):
-        args = make_args(ent_coef=weight)
-        agent, *data = batch(False, args)
-        trpo.update_policy(args, agent, *data)
+        agent, data = batch(False)
+        trpo.update_policy(make_args(ent_coef=weight), agent, data)
         stds.append(float(agent.actor_logstd.detach().mean()))
     assert stds[1] > stds[0] + 0.01
 
@@ -514,18 +537,26 @@ def test_the_entropy_weight_is_part_of_the_surrogate() -> None:
 # -------------------------------------------------------------------------------------------------------------- the run
 
 
-def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *flags: Any) -> tuple[list[Any], Any, Path]:
-    """Train inside this process; returns (π before, π after, parameters after, Â) of each update, agent, folder."""
-    updates: list[Any] = []
+class Update(NamedTuple):
+    """What an update of the policy met and left: π before and after, all parameters after, and Â."""
+
+    old: Any
+    new: Any
+    left: dict[str, torch.Tensor]
+    advantages: torch.Tensor
+
+
+def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *flags: Any) -> tuple[list[Update], Any, Path]:
+    """Train inside this process; returns its updates, the agent and the folder."""
+    updates: list[Update] = []
     agents: list[Any] = []
     update = trpo.update_policy
 
-    def watched(args: Any, agent: Any, obs: torch.Tensor, *rest: torch.Tensor) -> Any:
+    def watched(args: Any, agent: Any, data: dict[str, torch.Tensor]) -> Any:
         agents.append(agent)
-        with torch.no_grad():
-            old = [x.clone() for x in agent(obs)]
-            metrics = update(args, agent, obs, *rest)
-            updates.append((old, [x.clone() for x in agent(obs)], bits(agent), rest[1]))
+        old = detached(agent.policy(data["obs"]))
+        metrics = update(args, agent, data)
+        updates.append(Update(old, detached(agent.policy(data["obs"])), bits(agent), data["advantages"]))
         return metrics
 
     monkeypatch.setattr(trpo, "update_policy", watched)
@@ -544,7 +575,8 @@ def test_kl_recomputed_from_the_parameters_is_within_the_limit_in_every_iteratio
 ) -> None:
     flags = [*PENDULUM, "--env-id", env_id, "--total-timesteps", 512 * 12, "--max-kl", 0.02, "--cg-damping", 0.001]
     updates, agent, folder = train(tmp_path, monkeypatch, *flags)
-    kls = [float(library_kl([x.double() for x in old], [x.double() for x in new]).mean()) for old, new, *_ in updates]
+    double = lambda pi: type(pi)(*(x.double() for x in pi))
+    kls = [float(library_kl(double(update.old), double(update.new)).mean()) for update in updates]
     assert len(kls) == 12 and max(kls) <= 0.02 * (1 + 1e-4) and min(kls) > 0
     log = {tag: [value for _, value in events] for tag, events in scalars(folder).items()}
     assert log["losses/kl"] == pytest.approx(kls, rel=1e-2)
@@ -561,12 +593,12 @@ def test_fitting_the_values_leaves_the_policy_as_the_step_left_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     updates, agent, folder = train(tmp_path, monkeypatch, *PENDULUM, "--total-timesteps", 512)
-    left = updates[0][2]
+    left = updates[0].left
     for name, p in agent.named_parameters():
         assert torch.equal(p, left[name]) != name.startswith("critic."), name
     saved = torch.load(folder / "checkpoint.pt", weights_only=True)
     moments = [state["exp_avg"] for state in saved["optimizer"]["state"].values()]
-    assert sum(map(len, moments)) == sum(p.numel() for p in agent.critic.parameters())
+    assert sum(x.numel() for x in moments) == sum(p.numel() for p in agent.critic.parameters())
 
 
 @pytest.mark.detail("7")
@@ -575,7 +607,8 @@ def test_advantages_are_normalised_over_the_whole_batch_or_left(
 ) -> None:
     for flag, normal in (("--norm-adv", True), ("--no-norm-adv", False)):
         with monkeypatch.context() as patch:
-            ((*_, advantages),), *_ = train(tmp_path / flag, patch, *PENDULUM, "--total-timesteps", 512, flag)
+            (update,), *_ = train(tmp_path / flag, patch, *PENDULUM, "--total-timesteps", 512, flag)
+        advantages = update.advantages
         is_normal = abs(float(advantages.mean())) < 1e-5 and abs(float(advantages.std()) - 1) < 1e-2
         assert is_normal == normal and advantages.shape == (256, 2)
 
@@ -623,7 +656,7 @@ def test_spaces_that_it_cannot_take_are_refused(monkeypatch: pytest.MonkeyPatch)
     make: Any = type(gym.make("counting_envs:Trunc-v0").unwrapped)
     monkeypatch.setattr(trpo.gym, "make", lambda *a, **k: make(action=space))
     with pytest.raises(trpo.UsageError, match="MultiDiscrete.*Box and Discrete"):
-        trpo.make_envs(make_args(), 1)
+        trpo.probe_env(make_args())
 
 
 @pytest.mark.detail("TRPO-degenerate")
@@ -633,7 +666,7 @@ def test_a_policy_that_stays_says_why(tmp_path: Path, monkeypatch: pytest.Monkey
     updates, _, folder = train(tmp_path, monkeypatch, *flags)
     assert capsys.readouterr().out.count("the policy stays as it is") == 2
     assert [value for _, value in scalars(folder)["trpo/failures"]] == [1, 2]
-    (_, _, first, _), (_, _, second, _) = updates
+    first, second = (update.left for update in updates)
     assert all(torch.equal(first[name], second[name]) == (not name.startswith("critic.")) for name in first)
 
 
@@ -650,13 +683,15 @@ agent = trpo.Agent(3, 2, False)
 obs, actions = torch.randn(32, 4, 3), torch.randn(32, 4, 2)
 advantages = 5 * actions[..., 0] * obs[..., 0] + 2 + torch.randn(32, 4)
 share = lambda x: x.chunk(trpo.WORLD, 1)[trpo.RANK]
-metrics = trpo.update_policy(trpo.Args(), agent, share(obs), share(actions), trpo.normalize_advantages(share(advantages)))
+data = {{"obs": share(obs), "actions": share(actions), "advantages": trpo.normalize_advantages(share(advantages))}}
+metrics = trpo.update_policy(trpo.Args(), agent, data)
+kl = trpo.global_mean(metrics["losses/kl"])
 agent.values(share(obs)).square().mean().backward()
 trpo.average_gradients(agent)
 if trpo.RANK == 0:
     flat = lambda parts: torch.cat([x.detach().reshape(-1) for x in parts])
     gradients = flat(p.grad for p in agent.critic.parameters())
-    torch.save([flat(agent.parameters()), gradients, float(metrics["losses/kl"])], sys.argv[1])
+    torch.save([flat(agent.parameters()), gradients, float(kl)], sys.argv[1])
 if trpo.WORLD > 1:
     dist.barrier()
     dist.destroy_process_group()
@@ -665,7 +700,7 @@ if trpo.WORLD > 1:
 
 @pytest.mark.detail("S2")
 def test_two_processes_step_as_one_does_on_all_their_samples(tmp_path: Path) -> None:
-    """Natural step, accepted length and value gradient: halves of the batch in two processes against all of it in one."""
+    """Natural step, accepted length and value gradient: halves of the batch in two processes, or all of it in one."""
     (tmp_path / "worker.py").write_text(SHARES.format(root=str(ROOT)))
     results = []
     for ranks in (1, 2):
@@ -680,12 +715,37 @@ def test_two_processes_step_as_one_does_on_all_their_samples(tmp_path: Path) -> 
     assert 0.001 < kl_1 <= 0.01 and kl_2 == pytest.approx(kl_1, rel=1e-2)
 
 
-def test_two_processes_take_the_same_step(tmp_path: Path) -> None:
-    """`Run.save` compares the weights of all processes, so that a finished run had equal ones."""
-    flags = command("trpo", *PENDULUM, "--total-timesteps", 1536, "--checkpoint-every", 1)[1:]
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *flags]
-    result = subprocess.run(launch, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=400)
+TRAINED = """
+import sys, torch
+sys.path.insert(0, {root!r})
+import trpo
+agents = []
+make = trpo.Agent
+trpo.Agent = lambda *args: agents.append(make(*args)) or agents[-1]
+trpo.train(trpo.parse_args(sys.argv[2:]))
+torch.save(agents[0].state_dict(), f"{{sys.argv[1]}}/{{trpo.RANK}}.pt")
+trpo.dist.barrier()
+trpo.dist.destroy_process_group()
+"""
+
+
+@pytest.mark.detail("S2")
+def test_two_processes_take_the_same_steps(tmp_path: Path) -> None:
+    """Each plays in environments of its own, and all end with the same weights, to the bit."""
+    (tmp_path / "worker.py").write_text(TRAINED.format(root=str(ROOT)))
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    flags = [*PENDULUM, "--total-timesteps", "1536", "--checkpoint-every", "1"]
+    result = subprocess.run(
+        [*launch, "worker.py", str(tmp_path), *flags],
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
     assert result.returncode == 0, result.stderr
+    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
+    assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
     (folder,) = (tmp_path / "runs").iterdir()
     log = scalars(folder)
     assert all(0 < value <= 0.01 * (1 + 1e-4) for _, value in log["losses/kl"]) and len(log["losses/kl"]) == 3
