@@ -1,7 +1,9 @@
 """ppo_atari.py on the real emulator: protocol, lives, scores, network."""
 
+import dataclasses
+from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -30,12 +32,23 @@ class Recorder:
         return result
 
 
-def play(env: Any, steps: int, seed: int = 0, action: int | None = None) -> list[Any]:
+class Outcome(NamedTuple):
+    """What a step of the games returns."""
+
+    rewards: np.ndarray
+    terminations: np.ndarray
+    truncations: np.ndarray
+    episodes: list[Any]
+
+
+def play(env: Any, steps: int, seed: int = 0, action: int | None = None) -> list[Outcome]:
     rng = np.random.default_rng(seed)
     n = len(env.games)
-    return [
-        env.step(rng.integers(0, env.num_actions, n) if action is None else np.full(n, action)) for _ in range(steps)
-    ]
+    outcomes = []
+    for _ in range(steps):
+        actions = rng.integers(0, env.num_actions, n) if action is None else np.full(n, action)
+        outcomes.append(Outcome(*env.step(actions)))
+    return outcomes
 
 
 @pytest.mark.detail("1")
@@ -50,7 +63,7 @@ def test_every_game_gets_its_own_action(atari: ModuleType) -> None:
 
 @pytest.mark.detail("1")
 def test_a_segment_of_frames_goes_on_where_the_last_one_ended(atari: ModuleType, small_args: Any, monkeypatch) -> None:
-    """Games cut after 3 steps in segments of 8: the rows learned from are what each action was chosen on, in a chain."""
+    """Games cut after 3 steps in segments of 8: the rows learned from are what each action was chosen on, in turn."""
     acted_on: list[np.ndarray] = []
     came_next: list[np.ndarray] = []
     learned: list[torch.Tensor] = []
@@ -62,9 +75,9 @@ def test_a_segment_of_frames_goes_on_where_the_last_one_ended(atari: ModuleType,
         came_next.append(self.obs.copy())
         return result
 
-    def keep(args: Any, agent: Any, obs: torch.Tensor, *rest: Any) -> Any:
-        learned.append(obs.clone())
-        return loss(args, agent, obs, *rest)
+    def keep(args: Any, agent: Any, batch: dict[str, torch.Tensor]) -> Any:
+        learned.append(batch["obs"].clone())
+        return loss(args, agent, batch)
 
     monkeypatch.setattr(atari.AtariGames, "step", watched)
     monkeypatch.setattr(atari, "ppo_loss", keep)
@@ -97,7 +110,7 @@ def test_a_segment_bootstraps_from_the_frames_after_it(atari: ModuleType, small_
 
     def watched(self: Any, actions: np.ndarray) -> Any:
         result = step(self, actions)
-        led_to.append(self.final_obs.copy())
+        led_to.append(self.next_obs.copy())
         return result
 
     def asked(*args: Any) -> Any:
@@ -131,9 +144,10 @@ def test_every_spelling_is_the_same_game_and_protocol(atari: ModuleType, env_id:
     env.reset(1)
     reference.reset(1)
     np.testing.assert_array_equal(env.obs, reference.obs)
-    for (rows, _), (expected, _) in zip(play(env, 60), play(reference, 60), strict=True):
-        np.testing.assert_array_equal(rows, expected)
-        np.testing.assert_array_equal(env.obs, reference.obs)
+    for outcome, expected in zip(play(env, 60), play(reference, 60), strict=True):
+        np.testing.assert_array_equal(outcome.rewards, expected.rewards)
+        np.testing.assert_array_equal(outcome.terminations, expected.terminations)
+    np.testing.assert_array_equal(env.obs, reference.obs)
 
 
 @pytest.mark.parametrize("env_id", ["MsPacman", "ms_pacman", "ALE/Freeway-v5", "Skiing", "Pong", "TicTacToe3D"])
@@ -169,9 +183,9 @@ def test_lives_end_episodes_but_not_the_game_and_fire_follows_each(atari: Module
     assert len(steps) == len(results) + sum(b < a for a, b in zip(lives, lives[1:], strict=False))
     # the recorder sees the agent's steps and the extra ones; an extra one comes after each lost life and each game
     own, extra, i = [], [], 0
-    for rows, _ in results:
+    for outcome in results:
         lost = steps[i][4] < (steps[i - 1][4] if i else 5)
-        own.append((steps[i], lost or steps[i][2], bool(rows[1, 0])))
+        own.append((steps[i], lost or steps[i][2], bool(outcome.terminations[0])))
         i += 1
         if lost or steps[i - 1][2]:
             extra.append((steps[i - 1], steps[i]))
@@ -191,8 +205,7 @@ def test_a_game_starts_with_the_ball_in_play(atari: ModuleType) -> None:
     """Nobody moves, and still lives are lost: FIRE was pressed at the start and after each life."""
     env = games(atari)
     env.reset(1)
-    finished = [f for _, fs in play(env, 400, action=0) for f in fs]
-    assert len(finished) >= 1
+    assert any(outcome.episodes for outcome in play(env, 400, action=0))
 
 
 @pytest.mark.detail("16")
@@ -208,11 +221,11 @@ def test_scores_are_raw_full_game_sums_and_no_reward_is_lost(atari: ModuleType) 
             own[-1] += reward
             if over or cut:
                 own.append(0.0)
-        scores = [score for _, finished in results for _, score, _ in finished]
+        scores = [episode.score for outcome in results for episode in outcome.episodes]
         assert len(scores) >= 1 and scores == own[:-1]
-        assert sum(rows[0, 0] for rows, _ in results) == pytest.approx(sum(own))
+        assert sum(outcome.rewards[0] for outcome in results) == pytest.approx(sum(own))
         if env_id == "Qbert":
-            assert max(rows[0, 0] for rows, _ in results) >= 25  # not clipped
+            assert max(outcome.rewards[0] for outcome in results) >= 25  # not clipped
 
 
 def test_the_reward_of_an_extra_step_counts(atari: ModuleType) -> None:
@@ -237,10 +250,10 @@ def test_the_reward_of_an_extra_step_counts(atari: ModuleType) -> None:
     env = games(atari)
     env.games[0] = fake = Fake()
     env.lives[:] = 2
-    results = [env.step(np.array([3])) for _ in range(3)]
-    assert [rows[0, 0] for rows, _ in results] == [0, 8, 2]
-    assert [rows[1, 0] for rows, _ in results] == [0, 1, 1]
-    assert results[2][1] == [(0, 10.0, 3)]
+    results = play(env, 3, action=3)
+    assert [outcome.rewards[0] for outcome in results] == [0, 8, 2]
+    assert [outcome.terminations[0] for outcome in results] == [0, 1, 1]
+    assert [outcome.episodes for outcome in results] == [[], [], [atari.Episode(env=0, score=10.0, length=3)]]
     assert fake.sent == [3, 3, env.fire, 3, env.fire]
 
 
@@ -248,15 +261,15 @@ def test_a_frame_cap_truncates_and_keeps_the_true_last_frames(atari: ModuleType)
     env = games(atari, "Pong", max_episode_frames=40)
     env.reset(1)
     results = play(env, 30)
-    truncated = [bool(rows[2, 0]) for rows, _ in results]
-    assert truncated == [(t + 1) % 10 == 0 for t in range(30)] and not any(rows[1, 0] for rows, _ in results)
+    assert [bool(outcome.truncations[0]) for outcome in results] == [(t + 1) % 10 == 0 for t in range(30)]
+    assert not any(outcome.terminations[0] for outcome in results)
     env.reset(1)
     for _ in range(10):
         previous = env.obs.copy()
-        rows, finished = env.step(np.array([0]))
-        np.testing.assert_array_equal(env.final_obs[0, :3], previous[0, 1:])  # the game went on up to there
-    assert rows[2, 0] and finished[0][2] == 10
-    assert (env.obs != env.final_obs).any()  # and what to act on is already the next game
+        (outcome,) = play(env, 1, action=0)
+        np.testing.assert_array_equal(env.next_obs[0, :3], previous[0, 1:])  # the game went on up to there
+    assert outcome.truncations[0] and outcome.episodes[0].length == 10
+    assert (env.obs != env.next_obs).any()  # and what to act on is already the next game
 
 
 @pytest.mark.detail("14")
@@ -454,17 +467,39 @@ def test_bf16_and_channels_last_agree_with_plain_float32(atari: ModuleType) -> N
     torch.testing.assert_close(values_bf16, values, atol=0.05, rtol=0.05)
 
 
-def test_evaluation_of_a_policy_that_never_fires_ends(atari: ModuleType, tmp_path: Any, capsys: Any) -> None:
-    """The most probable action is always NOOP; in Breakout such a policy must still see its games end."""
-    import dataclasses
-    import json
-
+@pytest.fixture
+def never_fires(atari: ModuleType, tmp_path: Path) -> Any:
+    """Args to evaluate a folder whose policy finds NOOP the most probable action."""
     args = atari.Args(evaluate=str(tmp_path), eval_episodes=3, num_envs=2, eval_sample=False, max_episode_frames=2000)
     agent = atari.Agent(4)
     agent.actor.weight.data.zero_()
-    agent.actor.bias.data.copy_(torch.tensor([9.0, 0.0, 0.0, 0.0]))
-    torch.save({"agent": agent.state_dict(), "iteration": 0, "scores": [], "processes": 1}, tmp_path / "checkpoint.pt")
-    (tmp_path / "args.json").write_text(json.dumps(dataclasses.asdict(args)))
-    scores = atari.evaluate(args)
-    assert len(scores) == 3
+    agent.actor.bias.data.copy_(torch.tensor([2.0, 0.0, 0.0, 0.0]))
+    state = {"agent": agent.state_dict(), "iteration": 0, "scores": [], "world": 1, "args": dataclasses.asdict(args)}
+    torch.save(state, tmp_path / "checkpoint.pt")
+    return args
+
+
+def test_evaluation_of_a_policy_that_never_fires_ends(atari: ModuleType, never_fires: Any, capsys: Any) -> None:
+    """In Breakout such a policy must still see its games end."""
+    assert len(atari.evaluate(never_fires)) == 3
     assert "over 3 episodes, most probable actions" in capsys.readouterr().out
+
+
+def test_a_saved_policy_acts_on_frames(atari: ModuleType, never_fires: Any) -> None:
+    frames = np.random.default_rng(0).integers(0, 256, (5, 4, 84, 84), np.uint8)
+    actions = atari.load_policy(never_fires.evaluate, sample=False)(frames)
+    assert actions.shape == (5,) and actions.dtype == np.int64 and not actions.any()
+    sampled = atari.load_policy(never_fires.evaluate)(frames.repeat(40, 0))
+    assert set(sampled.tolist()) == {0, 1, 2, 3}  # of 200 actions each of the other three is a tenth
+
+
+def test_an_evaluation_is_filmed_in_colour_and_no_film_is_overwritten(atari: ModuleType, never_fires: Any) -> None:
+    from imageio.v2 import get_reader
+
+    args = dataclasses.replace(never_fires, capture_video=True, eval_episodes=1, max_episode_frames=80)
+    for count in (1, 2):
+        atari.evaluate(args)
+        films = sorted(Path(args.evaluate, "videos").glob("*.mp4"))
+        assert len(films) == count
+    frame = get_reader(films[0]).get_data(0)
+    assert frame.shape == (210, 160, 3) and np.ptp(frame.astype(int), axis=-1).max() > 50
