@@ -152,15 +152,17 @@ class Responses(NamedTuple):
         used = mask.any(0).nonzero()
         first, end = int(used[0]), int(used[-1]) + 1
         tokens = self.tokens[index, first:end]
-        return Responses(tokens, mask[:, first:end], self.prompt_columns - first, self.ended[index])
+        columns = self.prompt_columns - first
+        return Responses(tokens, mask[:, first:end], columns, self.ended[index])
 
 
 def attention_inputs(mask: Tensor) -> dict[str, Tensor]:
     """What a GPT-2 must be told about padding: whom each token may see, and its position among real tokens [R4]."""
-    itself = torch.eye(mask.shape[1], dtype=torch.bool, device=mask.device)  # or padding would attend to nothing: NaN
+    itself = torch.eye(mask.shape[1], device=mask.device).bool()  # or padding would attend to nothing: NaN
     causal = torch.ones_like(itself).tril()
     visible = (causal & mask[:, None, :]) | itself
-    return {"attention_mask": visible[:, None], "position_ids": (mask.long().cumsum(1) - 1).clamp(min=0)}
+    positions = (mask.long().cumsum(1) - 1).clamp(min=0)
+    return {"attention_mask": visible[:, None], "position_ids": positions}
 
 
 def hidden_states(model: Any, tokens: Tensor, mask: Tensor, bf16: bool = False) -> Tensor:
@@ -171,11 +173,12 @@ def hidden_states(model: Any, tokens: Tensor, mask: Tensor, bf16: bool = False) 
         tokens  . . a b    ->    packed  a b c d e    positions  0 1 0 1 2    texts  1 1 2 2 2
                 . c d e
     """
-    text = torch.arange(len(mask), device=mask.device)[:, None].expand_as(mask)[mask]  # of each real token
+    text, _ = mask.nonzero().T  # of each real token
     row = text // max(1, 256 // mask.shape[1])
-    place = torch.arange(len(row), device=row.device) - torch.searchsorted(row, row)  # within its row
+    first = torch.searchsorted(row, row)  # token of its row
+    place = torch.arange(len(row), device=row.device) - first
     size = int(row[-1]) + 1, int(place.max()) + 1
-    packed, positions, texts = torch.zeros(3, *size, dtype=torch.long, device=mask.device)
+    packed, positions, texts = tokens.new_zeros(3, *size)
     packed[row, place] = tokens[mask]
     positions[row, place] = (mask.cumsum(1) - 1)[mask]  # [R4]
     texts[row, place] = text + 1
@@ -219,10 +222,11 @@ class Agent(nn.Module):
     def forward(self, responses: Responses) -> tuple[Tensor, Tensor]:
         """Policy states [B, R, d] and values [B, R] from which each response token was, or is to be, chosen."""
         before = slice(responses.prompt_columns - 1, -1)
-        states = hidden_states(self.policy, responses.tokens, responses.mask, self.bf16)[:, before]
+        inputs = responses.tokens, responses.mask, self.bf16
+        states = hidden_states(self.policy, *inputs)[:, before]
         if self.shared:
             return states, self.value(states).squeeze(-1)
-        value_states = hidden_states(self.value, responses.tokens, responses.mask, self.bf16)[:, before]
+        value_states = hidden_states(self.value, *inputs)[:, before]
         return states, read_score(self.value, value_states)
 
 
@@ -241,7 +245,8 @@ def token_logprobs(policy: Any, states: Tensor, actions: Tensor, temperature: fl
         logp = log_softmax(policy, states, temperature)
         with torch.no_grad():
             entropy = -(logp.exp() * logp).sum(-1)
-        return torch.stack([logp.gather(-1, actions[:, None]).squeeze(-1), entropy])
+        taken = logp.gather(-1, actions[:, None]).squeeze(-1)
+        return torch.stack([taken, entropy])
 
     size = max(1, 2**24 // policy.config.vocab_size)
     pairs = zip(states.split(size), actions.split(size), strict=True)
@@ -283,10 +288,12 @@ def sample_responses(
         if not len(rows):
             break
         seen = mask[rows, : column + 1]
-        inputs = {"attention_mask": seen[:, None, None], "position_ids": seen.sum(1, keepdim=True) - 1}
+        positions = seen.sum(1, keepdim=True) - 1
+        inputs = {"attention_mask": seen[:, None, None], "position_ids": positions}
     ended = torch.ones_like(mask[:, 0]).index_fill(0, rows, False)
     end = column + 1
-    return Responses(tokens[:, :end], mask[:, :end], columns, ended), logprobs[:, : end - columns]
+    responses = Responses(tokens[:, :end], mask[:, :end], columns, ended)
+    return responses, logprobs[:, : end - columns]
 
 
 def sft_loss(policy: Any, texts: Texts) -> Tensor:
@@ -305,14 +312,16 @@ def preference_loss(chosen: Tensor, rejected: Tensor) -> Tensor:
 
 def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
     """Mean of x where the mask, of the same shape, is true, over all processes; what lies elsewhere stays out."""
-    total, count = global_mean(torch.stack([x[mask].sum(), mask.sum().to(x.dtype)]))
+    sums = torch.stack([x[mask].sum(), mask.sum().to(x.dtype)])
+    total, count = global_mean(sums)
     return total / count
 
 
 def masked_whiten(x: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
     """x with variance 1 under the mask, and mean 0 unless `shift_mean` is off [R23] [R25]; 0 elsewhere; any shape."""
     mean = masked_mean(x, mask)
-    white = (x - mean) / (masked_mean((x - mean).square(), mask) + 1e-8).sqrt()
+    variance = masked_mean((x - mean).square(), mask)
+    white = (x - mean) / (variance + 1e-8).sqrt()
     return torch.where(mask, white if shift_mean else white + mean, 0.0)
 
 
@@ -362,27 +371,34 @@ def compare(
     """log π(a|s), log π_ref(a|s) and the exact KL(π(·|s)‖π_ref(·|s)), each [n]; states [n, d], actions [n]."""
     parts = []
     size = max(1, 2**24 // policy.config.vocab_size)
-    for s, ref_s, a in zip(states.split(size), ref_states.split(size), actions.split(size), strict=True):
+    pieces = (x.split(size) for x in (states, ref_states, actions))
+    for s, ref_s, a in zip(*pieces, strict=True):
         logp = log_softmax(policy, s, temperature)
         ref_logp = log_softmax(reference, ref_s, temperature)
         taken = [x.gather(-1, a[:, None]).squeeze(-1) for x in (logp, ref_logp)]
-        parts.append(torch.stack([*taken, (logp.exp() * (logp - ref_logp)).sum(-1)]))
-    return dict(zip(("logprobs", "ref_logprobs", "exact_kl"), torch.cat(parts, 1), strict=True))
+        exact_kl = (logp.exp() * (logp - ref_logp)).sum(-1)
+        parts.append(torch.stack([*taken, exact_kl]))
+    logprobs, ref_logprobs, exact_kl = torch.cat(parts, 1)
+    return {"logprobs": logprobs, "ref_logprobs": ref_logprobs, "exact_kl": exact_kl}
 
 
 def score_tokens(args: Args, agent: Agent, reference: Any, responses: Responses) -> dict[str, Tensor]:
     """What `compare` gives, and values, of each token of the responses: [B, R], 0 where no token is."""
     real = responses.real
     parts = []
-    for index in torch.arange(len(real), device=real.device).split(args.micro_batch_size or len(real)):
+    rows = torch.arange(len(real), device=real.device)
+    for index in rows.split(args.micro_batch_size or len(real)):
         part = responses.rows(index)
         states, values = agent(part)
-        ref_states = hidden_states(reference, part.tokens, part.mask, args.bf16)[:, part.prompt_columns - 1 : -1]
-        both = states[part.real], ref_states[part.real]
+        ref_states = hidden_states(reference, part.tokens, part.mask, args.bf16)
+        both = states[part.real], ref_states[:, part.prompt_columns - 1 : -1][part.real]
         compared = compare(agent.policy, reference, *both, part.actions[part.real], args.temperature)
         parts.append(compared | {"values": values[part.real]})
-    empty = torch.zeros(real.shape, device=real.device)
-    return {name: empty.masked_scatter(real, torch.cat([part[name] for part in parts])) for name in parts[0]}
+    per_token = {}
+    for name in parts[0]:
+        per_token[name] = torch.zeros(real.shape, device=real.device)
+        per_token[name][real] = torch.cat([part[name] for part in parts])
+    return per_token
 
 
 @torch.no_grad()
@@ -407,7 +423,8 @@ def rollout(
     if args.whiten_rewards:
         rewards = masked_whiten(rewards, real, shift_mean=False)  # [R23]
     next_values = nn.functional.pad(values[:, 1:], (0, 1))  # 0 after the last token [R24]
-    ends = 1.0 - nn.functional.pad(real[:, 1:], (0, 1)).float()
+    goes_on = nn.functional.pad(real[:, 1:], (0, 1))
+    ends = 1.0 - goes_on.float()
     outcome = rewards.T, values.T, next_values.T, ends.T, ends.T
     advantages, returns = (x.T for x in compute_gae(*outcome, args.gamma, args.gae_lambda))
     white = masked_whiten(advantages, real)  # [R25] once the returns are made
@@ -472,7 +489,7 @@ def ppo_loss(
         "kl/old_k1": -logratio.mean(),
         "kl/old": (logratio.expm1() - logratio).mean(),
     }
-    return policy_loss + args.vf_coef * v_loss, {name: x.detach() for name, x in stats.items()}
+    return policy_loss + args.vf_coef * v_loss, stats
 
 
 def update(
@@ -487,20 +504,24 @@ def update(
     history = []
     skipped = 0
     group = optimizer.param_groups[0]
-    for index in minibatches(len(responses.tokens), args.num_minibatches, args.update_epochs, agent.beta.device):
+    device = agent.beta.device
+    for index in minibatches(len(responses.tokens), args.num_minibatches, args.update_epochs, device):
         tokens = global_mean(responses.real[index].sum().float())  # so that each counts the same, wherever it is
         optimizer.zero_grad()
         stats: dict[str, Any] = {}
         for micro in index.split(args.micro_batch_size or len(index)):  # only accumulates [R26]
             part = responses.rows(micro)
-            loss, part_stats = loss_fn(args, agent, part, {name: x[micro] for name, x in per_token.items()})
+            part_tokens = {name: x[micro] for name, x in per_token.items()}
+            loss, part_stats = loss_fn(args, agent, part, part_tokens)
             share = part.real.sum() / tokens
             (loss * share).backward()
-            stats = {name: stats.get(name, 0) + x * share for name, x in part_stats.items()}
+            for name, x in part_stats.items():
+                stats[name] = stats.get(name, 0) + x.detach() * share
         stats = {name: global_mean(x) for name, x in stats.items()}
         average_gradients(agent)
         norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)  # [11]
-        if not torch.stack([norm, *stats.values()]).isfinite().all():
+        numbers = torch.stack([norm, *stats.values()])
+        if not numbers.isfinite().all():
             skipped += 1
             continue
         history.append(stats)
@@ -577,21 +598,15 @@ def train(args: Args) -> dict[str, float]:
         # Update policy and value
         middle = time.time()
         history, skipped = update(args, agent, optimizer, ppo_loss, answered.responses, answered.per_token)
-        end = time.time()
         if not history:
             raise RunError("no gradient of an iteration is finite; lower the learning rates")
 
         # Log, adapt β and save
         if task.judge:
             answered.figures["charts/gold"] = task.gold(answered.responses).to(device)  # [R31] to look at, no more
-        metrics = summarize(answered, history)
+        seconds = {"rollout": middle - begin, "update": time.time() - middle}
+        metrics = summarize(args, answered, history, skipped, seconds)
         metrics["charts/beta"] = agent.beta.clone()
-        metrics["charts/minibatches"] = len(history)
-        metrics["charts/skipped_updates"] = skipped
-        tokens = WORLD * int(answered.responses.real.sum())
-        epochs = (len(history) + skipped) / args.num_minibatches
-        metrics["charts/rollout_tokens_per_second"] = tokens / (middle - begin)
-        metrics["charts/update_tokens_per_second"] = tokens * epochs / (end - middle)
         kl = float(metrics["kl/ref"])
         if args.beta_controller == "proportional":
             horizons = args.batch_size / args.kl_horizon
@@ -682,7 +697,8 @@ def judge(text: str, ended: bool) -> float:
                 meaning += weight * MEANING[category]
             seen.add(word)
             weight = 1.0
-    return float(np.clip(3 * np.tanh(meaning / 3) - faults, -3, 3))
+    score = 3 * np.tanh(meaning / 3) - faults
+    return float(np.clip(score, -3, 3))
 
 
 @dataclass
@@ -720,7 +736,8 @@ def builtin_task(args: Args) -> Task:
         words = opinion(rng)
         verb = next(i for i, word in enumerate(words) if CATEGORY[word] == "V")
         heads.append(words[: verb + 1])
-    starts = sorted({tuple(head[: rng.randint(1, len(head))]) for head in heads})
+    heads = [head[: rng.randint(1, len(head))] for head in heads]
+    starts = sorted(set(map(tuple, heads)))
     rng.shuffle(starts)
     prompts = [[ids[word] for word in start] for start in starts if CATEGORY[start[-1]] != "D"]
     texts = [[ids[word] for word in opinion(rng)] + [tokenizer.eos_token_id] for _ in range(args.sft_size)]
@@ -757,11 +774,13 @@ def normalize_reward(args: Args, task: Task, reference: Any, model: Any) -> None
     """Set gain and bias so that the scores of the start policy's answers have mean 0 and standard deviation 1 [R11]."""
     model.config.update({"reward_gain": 1.0, "reward_bias": 0.0})  # whatever another run has set
     prompts = random.choices(task.prompts, k=512)
-    responses, _ = sample_responses(reference, prompts, args.response_length, args.temperature, task.eos, args.bf16)
+    sampling = args.response_length, args.temperature, task.eos, args.bf16
+    responses, _ = sample_responses(reference, prompts, *sampling)
     with torch.no_grad():
         raw = reward_scores(model, responses.tokens, responses.mask, args.bf16)
     gain = 1 / (float(raw.std()) + 1e-8)
-    model.config.update({"reward_gain": gain, "reward_bias": -gain * float(raw.mean())})
+    bias = -gain * float(raw.mean())
+    model.config.update({"reward_gain": gain, "reward_bias": bias})
 
 
 def still(model: Any) -> Any:
@@ -948,22 +967,20 @@ def load_model(name: str, kind: Any, flag: str) -> Any:
     options: dict[str, Any] = {}
     if kind is not transformers.AutoTokenizer:
         options = {"dtype": torch.float32, "attn_implementation": "sdpa", "output_loading_info": True}
+    local = Path(name).is_dir()
     fault = "is a folder that holds no such model or tokenizer"
+    if not local:
+        fault = f"is no folder and cannot be downloaded; `hf download {name} --local-dir FOLDER` makes one elsewhere"
     try:
-        if not Path(name).is_dir():
-            fault = (
-                "can neither be found here nor be downloaded; give a folder that save_pretrained or `hf download"
-                f" {name} --local-dir FOLDER` has made"
-            )
         try:
             loaded = kind.from_pretrained(name, local_files_only=True, **options)
         except OSError:
-            if Path(name).is_dir():
+            if local:
                 raise
             HfApi().model_info(name, timeout=10)  # without a network, from_pretrained would try for minutes
             loaded = kind.from_pretrained(name, **options)
     except Exception as error:
-        reason = (str(error) or type(error).__name__).strip().splitlines()[0]
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise UsageError(f"{flag} {name} {fault} ({reason})") from None
     if not options:
         return loaded
@@ -1025,7 +1042,8 @@ def file_task(args: Args, tokenizer: Any) -> Task:
             f" longer than {longest} tokens: {len(cut_texts)} texts",
             file=sys.stderr,
         )
-    return Task(tokenizer, prompts[: -len(held_out)] or prompts, held_out, texts, pairs, None)
+    rest = prompts[: len(prompts) - tenth]
+    return Task(tokenizer, rest, held_out, texts, pairs, None)
 
 
 def as_scorer(policy: Any) -> Any:
@@ -1058,7 +1076,8 @@ def make_reward_model(args: Args, task: Task, reference: Any) -> Any:
 def make_agent(args: Args, reference: Any, reward_model: Any) -> Agent:
     """The policy starts as a copy of the reference, the value as --value-model says."""
     value = copy.deepcopy(reward_model) if args.value_model == "separate" else None
-    agent = Agent(copy.deepcopy(reference), value, args.bf16, args.beta).to(reference.device)
+    agent = Agent(copy.deepcopy(reference), value, args.bf16, args.beta)
+    agent.to(reference.device)
     if args.compile:
         for model in [agent.policy] if agent.shared else [agent.policy, agent.value]:
             for block in model.transformer.h:
@@ -1081,10 +1100,13 @@ def fit(
     steps = max(1, len(samples) // args.fit_batch_size)
     losses = []
     order = torch.randperm(len(samples)).tensor_split(steps)
-    for step, index in enumerate(tqdm(order, leave=False, disable=RANK > 0 or not sys.stderr.isatty())):
+    hidden = RANK > 0 or not sys.stderr.isatty()
+    for step, index in enumerate(tqdm(order, leave=False, disable=hidden)):
         optimizer.param_groups[0]["lr"] = lr * (1 - step / steps)
-        mean, size = loss([samples[i] for i in index[RANK::WORLD].tolist()])
-        part = mean * (size / global_mean(torch.tensor(float(size), device=mean.device)))  # each counts the same
+        mine = index[RANK::WORLD].tolist()
+        mean, size = loss([samples[i] for i in mine])
+        per_process = global_mean(torch.tensor(float(size), device=mean.device))
+        part = mean * (size / per_process)  # each counts the same
         optimizer.zero_grad()
         part.backward()
         average_gradients(model)
@@ -1117,19 +1139,22 @@ def annotate(args: Args, task: Task, reference: Any) -> Pairs:
     return pairs
 
 
-def pair_scores(model: nn.Module, pairs: Pairs) -> tuple[Tensor, Tensor]:
+def pair_scores(model: Any, pairs: Pairs) -> tuple[Tensor, Tensor]:
     """Scores of the chosen and of the rejected texts of n pairs, [n] each, in one pass."""
-    tokens, mask = pad_left([text for pair in pairs for text in pair], next(model.parameters()).device)
+    texts = [text for pair in pairs for text in pair]
+    tokens, mask = pad_left(texts, model.device)
     chosen, rejected = reward_scores(model, tokens, mask).view(-1, 2).unbind(1)
     return chosen, rejected
 
 
 @torch.no_grad()
-def accuracy(model: nn.Module, pairs: Pairs) -> float:
+def accuracy(model: Any, pairs: Pairs) -> float:
     """The share of pairs of which the model scores the chosen text higher."""
-    scores = [torch.stack(pair_scores(model, pairs[i : i + 64])) for i in range(0, len(pairs), 64)]
-    chosen, rejected = torch.cat(scores, 1)
-    return float((chosen > rejected).float().mean())
+    right = []
+    for i in range(0, len(pairs), 64):
+        chosen, rejected = pair_scores(model, pairs[i : i + 64])
+        right.append(chosen > rejected)
+    return float(torch.cat(right).float().mean())
 
 
 # --- Processes
@@ -1229,16 +1254,20 @@ def self_check(
         alone = responses.rows(torch.tensor([row], device=real.device))
         for name, x in score_tokens(args, agent, reference, alone).items():
             if name in per_token:
-                shift = (x[alone.real] - per_token[name][row][real[row]]).abs().max()
+                before = per_token[name][row][real[row]]
+                shift = (x[alone.real] - before).abs().max()
                 require(
                     shift < tolerance,
                     f"self-check: beside other prompts an answer's {name} change by {shift:.2g}: padding is seen or"
                     " shifts positions, or the first ratio is not 1",
                 )
     ends = (responses.actions == task.eos) & real
-    last = responses.actions.gather(1, real.sum(1, keepdim=True) - 1)[:, 0]
-    same = torch.equal(last == task.eos, responses.ended) and torch.equal(ends.sum(1), responses.ended.long())
-    require(same, "self-check: the end token of a response is not its last real token")
+    last = real.sum(1, keepdim=True) - 1
+    at_last = torch.equal(ends.gather(1, last)[:, 0], responses.ended)
+    require(
+        at_last and torch.equal(ends.sum(1), responses.ended.long()),
+        "self-check: the end token of a response is not its last real token",
+    )
 
 
 @torch.no_grad()
@@ -1248,9 +1277,10 @@ def best_of_n(args: Args, run: Run, task: Task, reference: Any, score: Callable[
         return
     torch.manual_seed(args.seed)
     prompts = task.held_out[: args.eval_episodes]
+    sampling = args.response_length, args.temperature, task.eos, args.bf16
     proxies, golds = [], []
     for _ in range(args.best_of_n):
-        responses, _ = sample_responses(reference, prompts, args.response_length, args.temperature, task.eos, args.bf16)
+        responses, _ = sample_responses(reference, prompts, *sampling)
         proxies.append(score(responses).cpu())
         if task.judge:
             golds.append(task.gold(responses))
@@ -1258,9 +1288,10 @@ def best_of_n(args: Args, run: Run, task: Task, reference: Any, score: Callable[
         n = 2**power
         best = torch.stack(proxies[:n]).argmax(0, keepdim=True)  # [1, prompts]
         means = {"kl": float(np.log(n) - (n - 1) / n)}
-        means["proxy"] = float(torch.stack(proxies[:n]).gather(0, best).mean())
-        if golds:
-            means["gold"] = float(torch.stack(golds[:n]).gather(0, best).mean())
+        for name, scores in (("proxy", proxies), ("gold", golds)):
+            if scores:
+                picked = torch.stack(scores[:n]).gather(0, best)
+                means[name] = float(picked.mean())
         run.note({f"best_of_n/{name}": x for name, x in means.items()}, n)
         run.say(f"best of {n}: " + ", ".join(f"{name} {x:+.2f}" for name, x in means.items()))
 
@@ -1268,8 +1299,10 @@ def best_of_n(args: Args, run: Run, task: Task, reference: Any, score: Callable[
 # --- Log and checkpoints
 
 
-def summarize(answered: Rollout, history: list[dict[str, Tensor]]) -> dict[str, Any]:
-    """What a run logs of an iteration: means by tag, standard errors of the KL's, and how much the values explain."""
+def summarize(
+    args: Args, answered: Rollout, history: list[dict[str, Tensor]], skipped: int, seconds: dict[str, float]
+) -> dict[str, Any]:
+    """What a run logs of an iteration: means by tag, standard errors of the KL's, what values explain, throughput."""
     metrics: dict[str, Any] = {}
     for name in history[0]:
         metrics[name] = torch.stack([stats[name] for stats in history]).mean()
@@ -1277,11 +1310,17 @@ def summarize(answered: Rollout, history: list[dict[str, Tensor]]) -> dict[str, 
         metrics[name] = global_mean(x.mean())
         if name.startswith("kl/"):
             variance = global_mean(x.square().mean()) - metrics[name].square()
-            metrics[f"{name}_se"] = (variance.clamp(min=0) / (len(x) * WORLD)).sqrt()
+            metrics[f"{name}_se"] = (variance.clamp(min=0) / args.batch_size).sqrt()
     real = answered.responses.real
     returns = answered.per_token["returns"][real]
     unexplained = returns - answered.per_token["values"][real]
     metrics["losses/explained_variance"] = 1 - unexplained.var(correction=0) / returns.var(correction=0)
+    metrics["charts/minibatches"] = len(history)
+    metrics["charts/skipped_updates"] = skipped
+    epochs = (len(history) + skipped) / args.num_minibatches
+    tokens = WORLD * int(real.sum())
+    metrics["charts/rollout_tokens_per_second"] = tokens / seconds["rollout"]
+    metrics["charts/update_tokens_per_second"] = tokens * epochs / seconds["update"]
     return metrics
 
 
@@ -1452,7 +1491,8 @@ class Run:
         gold, proxy = means.get("gold", -float("inf")), means["proxy"]
         if gold >= self.peak["gold"]:
             self.peak = {"gold": gold, "proxy": proxy}
-        elif gold < self.peak["gold"] - 1 and proxy > self.peak["proxy"] and "gold" not in self.warned:
+        fallen = gold < self.peak["gold"] - 1 and proxy > self.peak["proxy"]
+        if fallen and "gold" not in self.warned:
             self.warned.add("gold")
             self.say(
                 f"step {step:,}: the proxy has risen to {proxy:+.2f} while gold fell from {self.peak['gold']:+.2f} to"
@@ -1463,7 +1503,8 @@ class Run:
         """Log, and save when it is due; raises RunError if not all is finite, KeyboardInterrupt after `stop`."""
         means = global_mean(torch.tensor([float(x) for x in metrics.values()]))
         self.metrics = dict(zip(metrics, means.tolist(), strict=True))
-        if not all(x.isfinite().all() for x in self.parts["agent"].state_dict().values()):
+        weights = self.parts["agent"].state_dict()
+        if not all(x.isfinite().all() for x in weights.values()):
             raise RunError(
                 f"agent is not finite after iteration {self.iteration + 1}, which is not saved; lower --learning-rate"
             )

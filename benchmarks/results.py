@@ -74,7 +74,7 @@ ppo2 has after the first of ten million steps, read off the curves of
 [its benchmark](https://github.com/openai/baselines/blob/46fa1b645325868940adfd423cdf26a7b34ecaa8/benchmarks_atari10M.htm)
 (6 seeds).
 """
-NOTES = "## Figures and notes\n"  # what RESULTS.md has from here on is written by hand and stays
+NOTES = "\n## Figures and notes\n"  # what RESULTS.md has from here on is written by hand and stays
 PACKAGES = ("torch", "numpy", "gymnasium", "mujoco", "ale-py", "transformers")
 
 

@@ -1,27 +1,30 @@
 """Helpers of the tests: load a script as a module, run it as a user does, read what it logged."""
 
+import dataclasses
 import functools
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+import tyro
 
 torch.set_num_threads(1)  # the tests run in several processes
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
 PPO = ["ppo_atari", "ppo_continuous", "ppo_penalty"]
 GAUSSIAN = ["ppo_continuous", "ppo_penalty"]
-BOXES = [*GAUSSIAN, "trpo"]  # those of them for any environment
 CONTROL = [*PPO, "trpo"]  # what plays in environments
+BOXES = [*GAUSSIAN, "trpo"]  # those of them that take any environment
 SCRIPTS = [*CONTROL, "rlhf_ppo_gpt2"]
 BUDGET = {**dict.fromkeys(CONTROL, "--total-timesteps"), "rlhf_ppo_gpt2": "--total-episodes"}
 sys.path.insert(0, str(TESTS))  # counting_envs:Trunc-v0
@@ -153,6 +156,15 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
     return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
 
+@pytest.fixture(autouse=True)
+def signals() -> Iterator[None]:
+    """A run in this process takes SIGINT and SIGTERM; they are given back."""
+    handlers = {sign: signal.getsignal(sign) for sign in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for sign, handler in handlers.items():
+        signal.signal(sign, handler)
+
+
 @pytest.fixture(params=SCRIPTS)
 def name(request: pytest.FixtureRequest) -> str:
     """Every script in turn."""
@@ -171,6 +183,7 @@ def gaussian(request: pytest.FixtureRequest) -> ModuleType:
 
 @pytest.fixture(params=BOXES)
 def control(request: pytest.FixtureRequest) -> ModuleType:
+    """The scripts that take any environment."""
     return MODULES[request.param]
 
 
@@ -189,10 +202,6 @@ def small_args(tmp_path: Path) -> Callable[..., Any]:
     """Args of a small run of a module inside this process, into a temporary folder."""
 
     def make(module: ModuleType, **changes: Any) -> Any:
-        import dataclasses
-
-        import tyro
-
         args = tyro.cli(module.Args, args=[*SMALL[module.__name__], "--run-dir", str(tmp_path / "runs")])
         return dataclasses.replace(args, **changes)
 

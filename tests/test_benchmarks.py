@@ -53,10 +53,11 @@ import sys
 sys.path.insert(0, {benchmarks!r})
 import results
 few = "--num-steps 128 --num-minibatches 4 --update-epochs 2 --checkpoint-every 2"
+smoke = "--preset smoke --sft-size 64 --num-pairs 64 --min-accuracy 0 --best-of-n 4"
 results.experiments = lambda: [
     *results.control("mujoco", "ppo_continuous", "ppo_continuous", "Pendulum-v1", "{steps}", 2, few),
     *results.control("epochs", "K = 2", "ppo_continuous", "Pendulum-v1", "{steps}", 1, few),
-    *results.rlhf("rlhf", "beta = 0.15", "--preset smoke --sft-size 64 --num-pairs 64 --min-accuracy 0 --best-of-n 4", 1)[:{rlhf}],
+    *results.rlhf("rlhf", "beta = 0.15", smoke, 1)[:{rlhf}],
 ]
 results.TASKS, results.PUBLISHED = ("Pendulum-v1",), {{"ppo_continuous": {{"Pendulum-v1": (-1000, 10)}}}}
 results.main()
@@ -87,10 +88,8 @@ def test_results_are_made_once_and_those_of_the_log(results: ModuleType, tmp_pat
     inside = returns[(returns[:, 0] > 7 * width) & (returns[:, 0] <= 8 * width), 1]
     assert len(inside) == 1 and curve["return"][8 * width] == pytest.approx(inside[0], rel=1e-5)
     assert curve["kl"].dropna().to_list() == pytest.approx([x for _, x in logged["losses/approx_kl"]], rel=1e-4)
-    assert (
-        f"| mujoco | Pendulum-v1 | ppo_continuous | 2 | {np.mean([results.read(p)[0]['last_100'] for p in sorted(out.glob('mujoco*.csv'))]):,.0f}"
-        in table
-    )
+    last = [results.read(path)[0]["last_100"] for path in sorted(out.glob("mujoco*.csv"))]
+    assert f"| mujoco | Pendulum-v1 | ppo_continuous | 2 | {np.mean(last):,.0f}" in table
     rlhf, _ = results.read(out / "rlhf__beta_0.15__opinions__1.csv")
     assert list(rlhf["best_of_n"]["gold"]) == ["1", "2", "4"]
     written = {path: path.stat().st_mtime for path in out.glob("*.csv")}
@@ -135,10 +134,32 @@ def test_the_surrogate_drawn_is_that_of_figure_1(results: ModuleType) -> None:
 
 
 def test_what_is_committed_is_what_the_readme_shows() -> None:
-    """Every row of the README's tables of results is one of benchmarks/results/RESULTS.md; every picture exists."""
-    readme = (ROOT / "README.md").read_text()
-    for picture in re.findall(r"!\[.*?\]\((.*?)\)", readme):
-        assert (ROOT / picture).exists(), picture
+    """Every row of the README's table of results is one of RESULTS.md, and those of SPEED.md are speed.json's."""
+    readme, benchmarks = (ROOT / "README.md").read_text(), ROOT / "benchmarks"
+    made = (benchmarks / "results" / "RESULTS.md").read_text()
+    for folder, text in ((ROOT, readme), (benchmarks / "results", made)):
+        for picture in re.findall(r"!\[.*?\]\((.*?)\)", text):
+            assert (folder / picture).exists(), picture
     rows = re.findall(r"^\| (?:mujoco|atari|rlhf|leash|time-limits|epochs) \|.*$", readme, re.M)
-    made = (ROOT / "benchmarks" / "results" / "RESULTS.md").read_text()
-    assert rows and all(row in made for row in rows)
+    assert len(rows) == 6 and all(row in made for row in rows)
+    report = json.loads((benchmarks / "speed.json").read_text())
+    measured = re.findall(
+        r"^\| `([^`]+)` \| ([^|]+) \| ([^|]+) \| ([^|]+) \|", (benchmarks / "SPEED.md").read_text(), re.M
+    )
+    assert len(measured) == 10
+    for name, *rates in measured:
+        assert rates == [f"{report[name]['script'][kind]:,.0f}" for kind in ("rollout", "update", "all")]
+
+
+def test_what_was_written_by_hand_into_the_results_stays(results: ModuleType, tmp_path: Path) -> None:
+    """And the tables above it are made anew."""
+    out = tmp_path / "out"
+    out.mkdir()
+    source = ROOT / "benchmarks" / "results" / "time-limits__bootstrapped__Pendulum-v1__1.csv"
+    (out / source.name).write_bytes(source.read_bytes())
+    (out / "RESULTS.md").write_text(f"stale\n{results.NOTES}\nA note.\n")
+    script = ROOT / "benchmarks" / "results.py"
+    command = [sys.executable, str(script), "--workers", "0", "--results", str(out)]
+    subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, check=True)
+    text = (out / "RESULTS.md").read_text()
+    assert text.startswith("# Results") and text.endswith(f"\n{results.NOTES}\nA note.\n") and "stale" not in text

@@ -99,13 +99,13 @@ def test_the_mask_comes_from_lengths_and_not_from_tokens(answered: Any) -> None:
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_padded_rows_score_as_each_text_does_alone(answered: Any, temperature: float) -> None:
     agent, reference, responses = answered
-    _, per_token, figures = fixed_rollout(agent, reference, responses, args(temperature=temperature))
+    _, _, per_token, figures = fixed_rollout(agent, reference, responses, args(temperature=temperature))
     for row, (prompt, answer) in enumerate(texts(responses)):
         alone = plain_logprobs(agent.policy, prompt, answer, temperature)
         distance = (alone - plain_logprobs(reference, prompt, answer, temperature)).sum()
         assert float(figures["kl/ref"][row]) == pytest.approx(float(distance), abs=1e-4)
-        torch.testing.assert_close(per_token[0, row, : len(answer)], alone, atol=1e-5, rtol=1e-5)
-        assert not per_token[0, row, len(answer) :].any()
+        torch.testing.assert_close(per_token["logprobs"][row, : len(answer)], alone, atol=1e-5, rtol=1e-5)
+        assert not any(x[row, len(answer) :].any() for x in per_token.values())
 
 
 def fixed_rollout(
@@ -113,10 +113,11 @@ def fixed_rollout(
 ) -> Any:
     """`rollout` with the given answers in place of sampled ones."""
     original = rlhf.sample_responses
-    rlhf.sample_responses = lambda *_: (responses, None)
+    rlhf.sample_responses = lambda *_: (responses, torch.zeros(responses.real.shape))
     try:
         score = score or (lambda responses: torch.arange(len(PROMPTS), dtype=torch.float32))
-        return rlhf.rollout(arguments, agent, reference, score, PROMPTS, 0, beta)
+        agent.beta.fill_(beta)
+        return rlhf.rollout(arguments, agent, reference, score, PROMPTS, 0)
     finally:
         rlhf.sample_responses = original
 
@@ -126,27 +127,28 @@ def test_wider_padding_and_what_lies_in_it_change_nothing(answered: Any) -> None
     """Loss, statistics and gradients, also with other tokens, 1e6 and NaN where no token is."""
     agent, reference, responses = answered
     arguments = args()
-    _, per_token, _ = fixed_rollout(agent, reference, responses, arguments)
-    per_token[0] += 0.1 * torch.randn_like(per_token[0])
+    per_token = fixed_rollout(agent, reference, responses, arguments).per_token
+    per_token["logprobs"] += 0.1 * torch.randn_like(per_token["logprobs"])
 
-    def gradients(responses: Any, per_token: Tensor) -> list[Tensor]:
+    def gradients(responses: Any, per_token: dict[str, Tensor]) -> list[Tensor]:
         agent.zero_grad()
         loss, stats = rlhf.ppo_loss(arguments, agent, responses, per_token)
         loss.backward()
-        return [loss.detach(), stats, *(p.grad.clone() for p in agent.parameters() if p.grad is not None)]
+        return [loss.detach(), *stats.values(), *(p.grad.clone() for p in agent.parameters() if p.grad is not None)]
 
     expected = gradients(responses, per_token)
     pad = lambda x, value: torch.nn.functional.pad(x, (3, 4), value=value)
-    wide = dataclasses.replace(
-        responses,
+    wide = responses._replace(
         tokens=pad(responses.tokens, 11),
         mask=pad(responses.mask, False),
         prompt_columns=responses.prompt_columns + 3,
     )
     wide.tokens[~wide.mask] = 7
     for filler in (1e6, -1e6, math.nan):
-        filled = torch.nn.functional.pad(per_token, (0, 4), value=filler).clone()
-        filled[:, ~wide.real] = filler
+        filled = {}
+        for name, x in per_token.items():
+            filled[name] = torch.nn.functional.pad(x, (0, 4), value=filler)
+            filled[name][~wide.real] = filler
         for a, b in zip(gradients(wide, filled), expected, strict=True):
             torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-6)
 
@@ -397,10 +399,10 @@ def test_the_first_end_stops_an_answer_and_is_part_of_it(answered: Any) -> None:
 def test_a_response_without_end_loses_the_penalty_and_no_other_does(answered: Any) -> None:
     agent, reference, responses = answered
     for penalty in (0.0, 10.0):
-        _, _, figures = fixed_rollout(agent, reference, responses, args(missing_eos_penalty=penalty))
-        assert figures["proxy"].tolist() == list(range(8))
+        figures = fixed_rollout(agent, reference, responses, args(missing_eos_penalty=penalty)).figures
+        assert figures["charts/proxy"].tolist() == list(range(8))
         expected = [i - penalty * (answer[-1] != 0) for i, (_, answer) in enumerate(texts(responses))]
-        assert figures["score"].tolist() == expected
+        assert figures["charts/score"].tolist() == expected
 
 
 @pytest.mark.detail("R18")
@@ -464,21 +466,13 @@ def test_beta_follows_the_kl() -> None:
     assert rlhf.proportional_beta(0.2, 6.6, 6.0, 0.5) == pytest.approx(0.2 * (1 + 0.1 * 0.5))
     assert rlhf.proportional_beta(0.2, 60.0, 6.0, 0.5) == pytest.approx(0.2 * 1.1)
     assert rlhf.proportional_beta(0.2, 0.0, 6.0, 0.5) == pytest.approx(0.2 * 0.9)
-    arguments = args(beta_controller="proportional", kl_target=6.0, kl_horizon=80.0, batch_size=8)
-    leash = rlhf.Leash(0.2)
-    leash.adapt(arguments, 6.6)
-    assert leash.beta == pytest.approx(0.2 * (1 + 0.1 * 0.1))
     for kl, factor in ((3.9, 0.5), (4.1, 1.0), (8.9, 1.0), (9.1, 2.0)):
-        leash = rlhf.Leash(0.2)
-        leash.adapt(args(beta_controller="doubling", kl_target=6.0), kl)
-        assert leash.beta == pytest.approx(0.2 * factor)
-    fixed = rlhf.Leash(0.2)
-    fixed.adapt(args(), 1e9)
+        assert rlhf.update_beta(0.2, kl, 6.0) == pytest.approx(0.2 * factor)
     assert rlhf.proportional_beta(9e3, 1e9, 1e-6, 1.0) == 1e4 and rlhf.proportional_beta(1e-4, 0.0, 6.0, 1.0) == 1e-4
     assert rlhf.proportional_beta(0.0, 1e9, 1.0, 1.0) == 0.0
-    again = rlhf.Leash(0.0)
-    again.load_state_dict(fixed.state_dict())
-    assert fixed.beta == again.beta == 0.2
+    agent, again = (rlhf.Agent(gpt2(), None, beta=beta) for beta in (0.2, 0.7))
+    again.load_state_dict(agent.state_dict())  # as a checkpoint does
+    assert float(again.beta) == pytest.approx(0.2)
 
 
 @pytest.mark.detail("R23")
@@ -499,7 +493,7 @@ def test_whitening_under_a_mask() -> None:
 def test_rewards_are_whitened_only_when_asked(answered: Any) -> None:
     agent, reference, responses = answered
     plain, white = (
-        fixed_rollout(agent, reference, responses, args(whiten_rewards=on, gae_lambda=1.0))[1][2]
+        fixed_rollout(agent, reference, responses, args(whiten_rewards=on, gae_lambda=1.0)).per_token["returns"]
         for on in (False, True)
     )
     first = plain[:, 0]  # with γ = λ = 1 the first return is the sum of the token rewards
@@ -522,7 +516,7 @@ def test_returns_and_advantages_by_sums_over_the_tokens_to_come(answered: Any, l
     agent, reference, responses = answered
     scores = torch.randn(8)
     arguments = args(missing_eos_penalty=0.5, **({} if lam == 0.95 else {"gae_lambda": lam}))
-    _, per_token, _ = fixed_rollout(agent, reference, responses, arguments, lambda _: scores, beta=0.3)
+    per_token = fixed_rollout(agent, reference, responses, arguments, lambda _: scores, beta=0.3).per_token
     _, values = agent(responses)
     raw = []
     for row, (prompt, answer) in enumerate(texts(responses)):
@@ -536,11 +530,11 @@ def test_returns_and_advantages_by_sums_over_the_tokens_to_come(answered: Any, l
             weights = [(1 - lam) * lam**k for k in range(len(steps))]
             weights[-1] = lam ** (len(steps) - 1)
             expected = sum(w * g for w, g in zip(weights, steps, strict=True))
-            assert float(per_token[2, row, t]) == pytest.approx(expected, abs=1e-4)
+            assert float(per_token["returns"][row, t]) == pytest.approx(expected, abs=1e-4)
             raw.append(expected - v[t])
-        assert not per_token[1:, row, n:].any() or per_token[3, row, n:].any() == 0
+        assert not per_token["advantages"][row, n:].any() and not per_token["values"][row, n:].any()
     expected_advantages = (np.array(raw) - np.mean(raw)) / np.std(raw)
-    np.testing.assert_allclose(per_token[1][responses.real].numpy(), expected_advantages, atol=1e-4)
+    np.testing.assert_allclose(per_token["advantages"][responses.real].numpy(), expected_advantages, atol=1e-4)
 
 
 def test_the_three_estimators_and_the_exact_kl_agree(monkeypatch: Any) -> None:
@@ -558,7 +552,7 @@ def test_the_three_estimators_and_the_exact_kl_agree(monkeypatch: Any) -> None:
     torch.manual_seed(0)
     agent = rlhf.Agent(policy, None)
     score = lambda responses: torch.zeros(len(responses.tokens))
-    _, _, figures = rlhf.rollout(args(response_length=2), agent, reference, score, [[1]] * 4000, 0, 0.0)
+    figures = rlhf.rollout(args(response_length=2), agent, reference, score, [[1]] * 4000, 0).figures
     assert 0.01 < exact < 0.5
     for name in ("kl/ref", "kl/ref_k3", "kl/ref_exact"):
         assert abs(float(figures[name].mean()) - exact) < 4 * float(figures[name].std()) / 4000**0.5, name
@@ -569,15 +563,24 @@ def test_the_three_estimators_and_the_exact_kl_agree(monkeypatch: Any) -> None:
 # ------------------------------------------------------------------------------------------------ the update
 
 
+def random_tokens(responses: Any) -> dict[str, Tensor]:
+    """What `rollout` gives of each token, drawn at random."""
+    return {name: torch.randn(responses.real.shape) for name in ("logprobs", "advantages", "returns", "values")}
+
+
 def test_the_value_clip_of_rlhf_can_be_switched_off(answered: Any) -> None:
     """Without it the loss is half the mean squared error over the real tokens."""
     agent, _, responses = answered
     torch.manual_seed(1)
-    per_token = torch.randn(4, *responses.real.shape)
-    error = (agent(responses)[1] - per_token[2])[responses.real]
-    stats = [rlhf.ppo_loss(args(clip_vloss=clip), agent, responses, per_token)[1][0] for clip in (False, True)]
-    assert float(stats[0]) == pytest.approx(float(0.5 * error.square().mean()), rel=1e-4)
-    assert float(stats[1]) > float(stats[0]) + 1e-3
+    per_token = random_tokens(responses)
+    _, new_values = agent(responses)
+    error = (new_values - per_token["returns"])[responses.real]
+    losses = {}
+    for clip in (False, True):
+        _, stats = rlhf.ppo_loss(args(clip_vloss=clip), agent, responses, per_token)
+        losses[clip] = float(stats["losses/value_loss"])
+    assert losses[False] == pytest.approx(float(0.5 * error.square().mean()), rel=1e-4)
+    assert losses[True] > losses[False] + 1e-3
 
 
 @pytest.mark.detail("R27")
@@ -586,7 +589,8 @@ def test_the_loss_and_its_statistics_are_means_over_real_tokens(answered: Any) -
     """Token by token, from the definitions: min of two products, max of two squares, no entropy bonus."""
     agent, _, responses = answered
     torch.manual_seed(1)
-    logprobs, advantages, returns, values = per_token = torch.randn(4, *responses.real.shape)
+    per_token = random_tokens(responses)
+    logprobs, advantages, returns, values = per_token.values()
     losses, value_losses, entropies, k1, k3, clipped = [], [], [], [], [], []
     _, new_values = agent(responses)
     for row, (prompt, answer) in enumerate(texts(responses)):
@@ -603,11 +607,16 @@ def test_the_loss_and_its_statistics_are_means_over_real_tokens(answered: Any) -
             clipped.append(abs(r - 1) > 0.2)
     loss, stats = rlhf.ppo_loss(args(), agent, responses, per_token)
     assert float(loss) == pytest.approx(np.mean(losses) + 0.1 * np.mean(value_losses), rel=1e-4)
-    means = [np.mean(x) for x in (value_losses, losses, entropies, k1, k3, clipped)]
-    assert dict(zip(rlhf.STATS, stats.tolist(), strict=True)) == pytest.approx(
-        dict(zip(rlhf.STATS, means, strict=True)), rel=1e-4, abs=1e-5
-    )
-    assert rlhf.STATS[0] == "losses/value_loss" and rlhf.STATS[3:5] == ["kl/old_k1", "kl/old"]
+    expected = {
+        "losses/value_loss": value_losses,
+        "losses/policy_loss": losses,
+        "losses/entropy": entropies,
+        "losses/clipfrac": clipped,
+        "kl/old_k1": k1,
+        "kl/old": k3,
+    }
+    means = {name: np.mean(x) for name, x in expected.items()}
+    assert {name: float(x) for name, x in stats.items()} == pytest.approx(means, rel=1e-4, abs=1e-5)
 
 
 @pytest.mark.detail("R15")
@@ -615,11 +624,11 @@ def test_the_loss_and_its_statistics_are_means_over_real_tokens(answered: Any) -
 def test_the_loss_scores_at_the_temperature_of_the_sampler(answered: Any, temperature: float) -> None:
     """Old log-probabilities come from one text at a time: at the same temperature nothing has moved."""
     agent, _, responses = answered
-    per_token = torch.zeros(4, *responses.real.shape)
+    per_token = {name: torch.zeros_like(x) for name, x in random_tokens(responses).items()}
     for row, (prompt, answer) in enumerate(texts(responses)):
-        per_token[0, row, : len(answer)] = plain_logprobs(agent.policy, prompt, answer, temperature)
+        per_token["logprobs"][row, : len(answer)] = plain_logprobs(agent.policy, prompt, answer, temperature)
     _, stats = rlhf.ppo_loss(args(temperature=temperature), agent, responses, per_token)
-    assert stats[3:].abs().max() < 1e-5  # both estimates of the KL, and the clip fraction
+    assert max(abs(float(stats[name])) for name in ("kl/old_k1", "kl/old", "losses/clipfrac")) < 1e-5
 
 
 def optimizer_of(agent: Any, lr: float = 1e-3) -> torch.optim.Optimizer:
@@ -633,15 +642,13 @@ def test_micro_batches_only_accumulate(answered: Any, micro: int) -> None:
     gradients = []
     for size in (None, micro):
         arguments = args(num_minibatches=1, update_epochs=1, micro_batch_size=size, max_grad_norm=1e9)
-        _, per_token, _ = fixed_rollout(agent, reference, responses, arguments)
-        per_token[0] += 0.1
+        per_token = fixed_rollout(agent, reference, responses, arguments).per_token
+        per_token["logprobs"] += 0.1
         copied = copy.deepcopy(agent)
         torch.manual_seed(2)
-        history, updates, skipped = rlhf.update(
-            arguments, copied, optimizer_of(copied), rlhf.ppo_loss, responses, per_token
-        )
-        assert (updates, skipped) == (1, 0)
-        gradients.append([history[0], *(p.grad for p in copied.parameters())])
+        history, skipped = rlhf.update(arguments, copied, optimizer_of(copied), rlhf.ppo_loss, responses, per_token)
+        assert (len(history), skipped) == (1, 0)
+        gradients.append([*history[0].values(), *(p.grad for p in copied.parameters())])
     for a, b in zip(*gradients, strict=True):
         torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-5)
 
@@ -651,16 +658,16 @@ def test_micro_batches_only_accumulate(answered: Any, micro: int) -> None:
 def test_every_epoch_uses_each_response_once_in_a_new_order(answered: Any) -> None:
     agent, reference, responses = answered
     arguments = args(num_minibatches=4, update_epochs=3)
-    _, per_token, _ = fixed_rollout(agent, reference, responses, arguments)
+    per_token = fixed_rollout(agent, reference, responses, arguments).per_token
     rows = {tuple(text): i for i, text in enumerate(responses.texts())}
     used: list[int] = []
 
-    def loss(_: Any, agent: Any, part: Any, per_token: Tensor) -> tuple[Tensor, Tensor]:
+    def loss(_: Any, agent: Any, part: Any, per_token: Any) -> tuple[Tensor, Any]:
         used.extend(rows[tuple(text)] for text in part.texts())
         return rlhf.ppo_loss(arguments, agent, part, per_token)
 
-    history, updates, _ = rlhf.update(arguments, agent, optimizer_of(agent), loss, responses, per_token)
-    assert updates == len(history) == 12
+    history, _ = rlhf.update(arguments, agent, optimizer_of(agent), loss, responses, per_token)
+    assert len(history) == 12
     epochs = [used[i : i + 8] for i in (0, 8, 16)]
     assert all(sorted(epoch) == list(range(8)) for epoch in epochs)
     assert epochs[0] != epochs[1] != epochs[2]
@@ -669,12 +676,12 @@ def test_every_epoch_uses_each_response_once_in_a_new_order(answered: Any) -> No
 def test_the_first_ratio_is_one(answered: Any) -> None:
     agent, reference, responses = answered
     arguments = args()
-    _, per_token, _ = fixed_rollout(agent, reference, responses, arguments)
+    per_token = fixed_rollout(agent, reference, responses, arguments).per_token
     for index in (torch.arange(8), torch.tensor([6, 0]), torch.tensor([4])):
         part = responses.rows(index)
         states, _ = agent(part)
         new, _ = rlhf.token_logprobs(agent.policy, states[part.real], part.actions[part.real], 1.0)
-        ratio = (new - per_token[0, index][:, : part.real.shape[1]][part.real]).exp()
+        ratio = (new - per_token["logprobs"][index][:, : part.real.shape[1]][part.real]).exp()
         assert float((ratio - 1).abs().max()) < 1e-5
 
 
@@ -688,10 +695,10 @@ def test_two_steps_of_adam_with_epsilon_where_tensorflow_has_it(answered: Any, e
     agent, reference, responses = answered
     changes = {} if epsilon == 1e-5 else {"adam_eps": epsilon}
     arguments = args(num_minibatches=1, update_epochs=2, max_grad_norm=1e9, **changes)
-    _, per_token, _ = fixed_rollout(agent, reference, responses, arguments)
+    per_token = fixed_rollout(agent, reference, responses, arguments).per_token
     grads: list[Tensor] = []
 
-    def loss(*inputs: Any) -> tuple[Tensor, Tensor]:
+    def loss(*inputs: Any) -> tuple[Tensor, Any]:
         value, stats = rlhf.ppo_loss(*inputs)
         grads.append(torch.autograd.grad(value, agent.policy.lm_head.weight, retain_graph=True)[0])
         return value, stats
@@ -709,7 +716,7 @@ def test_two_steps_of_adam_with_epsilon_where_tensorflow_has_it(answered: Any, e
 def test_the_gradient_is_clipped_by_its_global_norm(answered: Any) -> None:
     agent, reference, responses = answered
     arguments = args(num_minibatches=1, update_epochs=1, max_grad_norm=1e-3)
-    _, per_token, _ = fixed_rollout(agent, reference, responses, arguments)
+    per_token = fixed_rollout(agent, reference, responses, arguments).per_token
     rlhf.update(arguments, agent, optimizer_of(agent), rlhf.ppo_loss, responses, per_token)
     norm = sum(float(p.grad.square().sum()) for p in agent.parameters() if p.grad is not None) ** 0.5
     assert norm == pytest.approx(1e-3, rel=1e-3)
@@ -718,17 +725,21 @@ def test_the_gradient_is_clipped_by_its_global_norm(answered: Any) -> None:
 @pytest.mark.detail("S3")
 def test_epochs_end_before_the_step_that_passes_the_limit(answered: Any) -> None:
     agent, reference, responses = answered
-    for limit, expected in ((1e-12, 1), (1e9, 8)):
+    for limit, looked_at in ((1e-12, 2), (1e9, 8)):
         arguments = args(num_minibatches=1, update_epochs=8, target_kl=limit)
         copied = copy.deepcopy(agent)
-        _, per_token, _ = fixed_rollout(copied, reference, responses, arguments)
-        _, updates, _ = rlhf.update(arguments, copied, optimizer_of(copied), rlhf.ppo_loss, responses, per_token)
-        assert updates == expected  # the first minibatch has KL 0
-    stats = torch.tensor([0.0, 0.0, 0.0, 0.0, 0.2, 0.0])  # kl/old
-    for limit, expected in ((0.2 / 1.5 * 0.99, 0), (0.2 / 1.5 * 1.01, 1)):
+        per_token = fixed_rollout(copied, reference, responses, arguments).per_token
+        optimizer = optimizer_of(copied)
+        history, _ = rlhf.update(arguments, copied, optimizer, rlhf.ppo_loss, responses, per_token)
+        steps = looked_at if limit > 1 else looked_at - 1  # the first minibatch has KL 0
+        assert len(history) == looked_at and optimizer.param_groups[0]["steps"] == steps
+    stats = {"kl/old": torch.tensor(0.2)}
+    for limit, steps in ((0.2 / 1.5 * 0.99, 0), (0.2 / 1.5 * 1.01, 1)):
         loss = lambda *_: (sum(p.sum() for p in agent.parameters()) * 0, stats)
         arguments = args(num_minibatches=1, update_epochs=1, target_kl=limit)
-        assert rlhf.update(arguments, agent, optimizer_of(agent), loss, responses, per_token)[1] == expected
+        optimizer = optimizer_of(agent)
+        rlhf.update(arguments, agent, optimizer, loss, responses, per_token)
+        assert optimizer.param_groups[0].get("steps", 0) == steps
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -736,19 +747,20 @@ def test_epochs_end_before_the_step_that_passes_the_limit(answered: Any) -> None
 def test_a_step_that_is_not_finite_is_skipped_and_counted(answered: Any, bad: float, where: str) -> None:
     agent, reference, responses = answered
     arguments = args(num_minibatches=4, update_epochs=1)
-    _, per_token, _ = fixed_rollout(agent, reference, responses, arguments)
+    per_token = fixed_rollout(agent, reference, responses, arguments).per_token
     calls: list[dict[str, Tensor]] = []
 
-    def loss(*inputs: Any) -> tuple[Tensor, Tensor]:
+    def loss(*inputs: Any) -> tuple[Tensor, Any]:
         value, stats = rlhf.ppo_loss(*inputs)
         calls.append(copy.deepcopy(agent.state_dict()))
         if len(calls) == 2:
-            stats = stats * bad if where == "loss" else stats
+            if where == "loss":
+                stats = {name: x * bad for name, x in stats.items()}
             value = value * bad
         return value, stats
 
-    history, updates, skipped = rlhf.update(arguments, agent, optimizer_of(agent), loss, responses, per_token)
-    assert (updates, skipped, len(history)) == (3, 1, 3)
+    history, skipped = rlhf.update(arguments, agent, optimizer_of(agent), loss, responses, per_token)
+    assert (skipped, len(history)) == (1, 3)
     assert all(torch.equal(calls[1][k], calls[2][k]) for k in calls[1])  # the weights are as before
     assert any(not torch.equal(calls[2][k], calls[3][k]) for k in calls[1])
     assert all(p.isfinite().all() for p in agent.parameters())
@@ -767,7 +779,8 @@ def test_vocabularies_are_worked_on_in_pieces_with_the_same_result(answered: Any
         logprobs.square().sum().backward()
         compared = rlhf.compare(agent.policy, reference, states, states + 1, actions, 0.9)
         assert states.grad is not None
-        results.append([logprobs, entropy, states.grad, agent.policy.lm_head.weight.grad.clone(), compared])
+        gradient = agent.policy.lm_head.weight.grad.clone()
+        results.append([logprobs, entropy, states.grad, gradient, *compared.values()])
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
 
@@ -789,7 +802,7 @@ def test_ppo_closes_the_gap_to_the_best_regularised_reward() -> None:
         tuple(a): float(r) for a, r in zip(answers, np.random.default_rng(1).normal(size=len(answers)), strict=True)
     }
     reference = gpt2(vocabulary=4, width=32, spread=1.2)
-    agent = rlhf.Agent(copy.deepcopy(reference), None)
+    agent = rlhf.Agent(copy.deepcopy(reference), None, beta=beta)
 
     def logprobs(model: Any) -> Tensor:
         return torch.stack([plain_logprobs(model, [1], a).double().sum() for a in answers])
@@ -808,8 +821,8 @@ def test_ppo_closes_the_gap_to_the_best_regularised_reward() -> None:
     iterations = 60
     for i in range(iterations):
         optimizer.param_groups[0]["lr"] = 2e-3 * (1 - i / iterations)
-        responses, per_token, _ = rlhf.rollout(arguments, agent, reference, score, [[1]] * 512, 0, beta)
-        rlhf.update(arguments, agent, optimizer, rlhf.ppo_loss, responses, per_token)
+        answers_now = rlhf.rollout(arguments, agent, reference, score, [[1]] * 512, 0)
+        rlhf.update(arguments, agent, optimizer, rlhf.ppo_loss, answers_now.responses, answers_now.per_token)
     closed = (objective(agent.policy) - start) / (best - start)
     assert best - start > 0.3 and 0.97 < closed < 1
 
@@ -824,9 +837,9 @@ def short_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]
     original = rlhf.rollout
 
     def rollout(*inputs: Any) -> Any:
-        responses, per_token, figures = original(*inputs)
-        seen.append((responses, dict(figures)))
-        return responses, per_token, figures
+        answers = original(*inputs)
+        seen.append((answers.responses, dict(answers.figures)))
+        return answers
 
     cwd = tmp_path_factory.mktemp("short")
     with pytest.MonkeyPatch.context() as patch:
@@ -845,7 +858,9 @@ def test_ppo_learns_from_the_saved_reward_model_which_reads_whole_texts(short_ru
     model = GPT2ForSequenceClassification.from_pretrained(folder / "reward_model").eval()
     assert len(seen) == 4
     for responses, figures in seen:
-        for tokens, mask, score in list(zip(responses.tokens, responses.mask, figures["proxy"], strict=True))[:8]:
+        for tokens, mask, score in list(zip(responses.tokens, responses.mask, figures["charts/proxy"], strict=True))[
+            :8
+        ]:
             with torch.no_grad():
                 logit = float(model(tokens[mask][None]).logits)
             assert float(score) == pytest.approx(model.config.reward_gain * logit + model.config.reward_bias, abs=1e-4)
@@ -921,5 +936,5 @@ def test_annotators_prefer_by_gold_and_training_sees_only_their_choices(monkeypa
     task.judge = None  # rewards need no judge
     model = rlhf.as_scorer(policy)
     score = lambda responses: rlhf.reward_scores(model, responses.tokens, responses.mask)
-    _, _, figures = rlhf.rollout(args(), rlhf.Agent(policy, None), policy, score, task.prompts[:8], task.eos, 0.1)
-    assert "gold" not in figures
+    figures = rlhf.rollout(args(), rlhf.Agent(policy, None), policy, score, task.prompts[:8], task.eos).figures
+    assert "charts/gold" not in figures

@@ -1,7 +1,6 @@
 """RLHF as users run it: the built-in task, their own model and data from files, failing checks, over-optimisation."""
 
 import copy
-import dataclasses
 import json
 import resource
 import shutil
@@ -181,11 +180,13 @@ def test_a_run_goes_on_from_another_folder(
     assert torch.load(folder / "checkpoint.pt", weights_only=True)["iteration"] == 3
 
 
-def test_a_finished_run_without_checkpoints_can_be_evaluated_but_not_resumed(tmp_path: Path, capsys: Any) -> None:
+def test_a_run_that_saves_only_at_the_end_can_be_evaluated_and_goes_on(tmp_path: Path, capsys: Any) -> None:
     folder = train(tmp_path, "--checkpoint-every", 0, "--learning-rate", 0.01)
     (final,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("step 512: gold"))
     rlhf.evaluate(rlhf.parse_args(["--evaluate", str(folder)]))
     assert final.removeprefix("step 512: ") in capsys.readouterr().out.splitlines()[0]  # same policy, prompts and seed
+    resume(folder, "--total-episodes", 640)
+    (folder / "checkpoint.pt").unlink()  # stages alone would train anew what is finished
     with pytest.raises(rlhf.UsageError, match="no checkpoint"):
         resume(folder)
 
@@ -196,9 +197,9 @@ def test_evaluation_asks_no_more_than_the_model_can_read(tmp_path: Path) -> None
         rlhf.evaluate(rlhf.parse_args(["--evaluate", str(folder), "--response-length", "200"]))
 
 
-@pytest.mark.parametrize("flags", [["--sft-learning-rate", "1e30"], ["--learning-rate", "1e20"]])
+@pytest.mark.parametrize("flags", [["--sft-learning-rate", "1e18"], ["--learning-rate", "1e18"]])
 def test_numbers_that_run_away_end_the_run_in_a_sentence(tmp_path: Path, flags: list[str]) -> None:
-    with pytest.raises(FloatingPointError, match="is not finite; lower the learning rate"):
+    with pytest.raises(rlhf.RunError, match="finite.*lower"):
         train(tmp_path, *flags)
 
 
@@ -207,7 +208,7 @@ def test_a_reward_model_of_nans_is_not_trained_on(model_folder: Path, data: dict
     with torch.no_grad():
         model.score.weight.fill_(float("nan"))
     model.save_pretrained(tmp_path / "scorer")
-    with pytest.raises(FloatingPointError, match="score of the reward model|a weight of reward_model"):
+    with pytest.raises(rlhf.RunError, match="score of the reward model|a weight of reward_model"):
         train(tmp_path, *real_flags(model_folder, {"prompts": data["prompts"]}), "--reward-model", tmp_path / "scorer")
 
 
@@ -303,7 +304,7 @@ class Broken:
 
         def sample(*args: Any) -> Any:
             responses, logprobs = original(*args)
-            return dataclasses.replace(responses, ended=~responses.ended), logprobs
+            return responses._replace(ended=~responses.ended), logprobs
 
         monkeypatch.setattr(rlhf, "sample_responses", sample)
 
@@ -356,7 +357,7 @@ def test_a_run_logs_both_kls_both_judges_and_shows_the_same_prompts_twice(tmp_pa
     logged = scalars(folder)
     losses = {"value_loss", "policy_loss", "entropy", "clipfrac", "explained_variance"}
     charts = {"episodic_return", "episodic_length", "learning_rate", "SPS", "beta", "proxy", "score", "gold", "ended"}
-    charts |= {"updates", "skipped_updates", "rollout_tokens_per_second", "update_tokens_per_second"}
+    charts |= {"minibatches", "skipped_updates", "rollout_tokens_per_second", "update_tokens_per_second"}
     kls = {"ref", "ref_k2", "ref_k3", "ref_exact", "ref_se", "ref_k2_se", "ref_k3_se", "ref_exact_se", "old", "old_k1"}
     expected = {f"losses/{k}" for k in losses} | {f"charts/{k}" for k in charts} | {f"kl/{k}" for k in kls}
     for tag in expected:
@@ -389,8 +390,10 @@ def test_the_beta_of_the_log_follows_the_kl_of_the_log(tmp_path: Path) -> None:
         factor = 1 + min(max(kls[i] / 0.05 - 1, -0.2), 0.2) * 128 / 500
         assert betas[i + 1] == pytest.approx(betas[i] * factor, rel=1e-5)
     assert len({round(b, 6) for b in betas}) == 4
-    saved = torch.load(folder / "checkpoint.pt", weights_only=True)["leash"]["beta"]
-    assert saved == pytest.approx(betas[-1] * (1 + min(max(kls[-1] / 0.05 - 1, -0.2), 0.2) * 128 / 500), rel=1e-5)
+    saved = torch.load(folder / "checkpoint.pt", weights_only=True)["agent"]["beta"]
+    assert float(saved) == pytest.approx(
+        betas[-1] * (1 + min(max(kls[-1] / 0.05 - 1, -0.2), 0.2) * 128 / 500), rel=1e-5
+    )
 
 
 @pytest.mark.detail("R19")
@@ -449,27 +452,41 @@ def test_the_smoke_preset_gives_defaults_that_flags_override() -> None:
 
 def test_a_proxy_that_rises_while_gold_falls_is_called_over_optimised(capsys: Any) -> None:
     run = object.__new__(rlhf.Run)
-    run.args, run.last, run.said, run.peak = rlhf.Args(), 9, set(), (-float("inf"), 0.0)
+    run.batch_size, run.last, run.warned = 128, 9, set()
+    run.peak = {"gold": -float("inf"), "proxy": 0.0}
     run.note, run.say = lambda *_: None, print
-    base = {"kl/ref": 1.0, "length": 5.0, "ended": 1.0, "texts": []}
+    base = {"kl_ref": 1.0, "length": 5.0, "ended": 1.0}
     told = []
     for i, (gold, proxy) in enumerate([(0.0, 0.0), (1.2, 2.0), (0.5, 2.5), (0.1, 1.9), (0.1, 3.0), (-2.0, 4.0)], 1):
-        run.report(i, base | {"gold": gold, "proxy": proxy})
+        run.report(i, rlhf.Evaluation(base | {"gold": gold, "proxy": proxy}, []))
         told.append("over-optimised" in capsys.readouterr().out)
     assert told == [False, False, False, False, True, False]  # more than 1 below the peak, the proxy above; said once
 
 
 def test_health_names_the_metric_and_a_remedy_for_rlhf() -> None:
-    fine = {"losses/clipfrac": 0.1, "kl/old": 0.01, "kl/ref": 3.0, "kl/ref_se": 0.2, "losses/entropy": 1.0,
-            "losses/explained_variance": 0.5, "charts/ended": 0.99, "charts/skipped_updates": 0.0}  # fmt: skip
-    assert not list(rlhf.health(fine, 0.15))
-    for name, value in (
-        ("losses/clipfrac", 0.9), ("kl/old", 0.2), ("kl/ref", -1.0), ("kl/ref", 40.0), ("losses/entropy", 0.0),
-        ("losses/explained_variance", -0.5), ("charts/ended", 0.2), ("charts/skipped_updates", 2.0),
-    ):  # fmt: skip
-        ((_, sentence),) = rlhf.health(fine | {name: value}, 0.15)
-        assert sentence.startswith(f"{name} is ") and ": " in sentence
-    assert not list(rlhf.health(fine | {"kl/ref": -0.3}, 0.15))  # within its noise
+    """Each range holds what is usual and leaves out what is not."""
+    fine = {
+        "losses/clipfrac": 0.1,
+        "losses/entropy": 1.0,
+        "losses/explained_variance": 0.5,
+        "kl/old": 0.01,
+        "kl/ref": 3.0,
+        "charts/ended": 0.99,
+        "charts/skipped_updates": 0.0,
+    }
+    odd = {
+        "losses/clipfrac": [0.9],
+        "losses/entropy": [0.0],
+        "losses/explained_variance": [-0.5],
+        "kl/old": [0.2],
+        "kl/ref": [-3.0, 40.0],
+        "charts/ended": [0.2],
+        "charts/skipped_updates": [2.0],
+    }
+    assert {name for name, *_ in rlhf.HEALTHY} == set(fine)
+    for name, low, high, meaning in rlhf.HEALTHY:
+        assert low <= fine[name] <= high and meaning
+        assert not any(low <= value <= high for value in odd[name])
 
 
 @pytest.mark.slow
@@ -481,11 +498,9 @@ def test_bf16_and_compile_agree_with_eager_float32() -> None:
     responses, _ = rlhf.sample_responses(reference, PROMPTS, 6, 1.0, 0)
     results = []
     for bf16, compiled in ((False, False), (True, False), (False, True)):
-        agent = rlhf.Agent(copy.deepcopy(reference), scorer(gpt2(vocabulary=12, seed=3)), bf16)
-        _, per_token, _ = fixed_rollout(agent, reference, responses, args())
-        started = object.__new__(rlhf.Run)
-        started.args = args(compile=compiled)
-        started.compile(agent)
+        start = reference, scorer(gpt2(vocabulary=12, seed=3))
+        agent = rlhf.make_agent(args(bf16=bf16, compile=compiled), *start)
+        per_token = fixed_rollout(agent, reference, responses, args()).per_token
         loss, _ = rlhf.ppo_loss(args(), agent, responses, per_token)
         loss.backward()
         gradient = torch.cat([p.grad.flatten() for p in agent.parameters() if p.grad is not None])
