@@ -105,6 +105,8 @@ def make_game(args: Args, **view: Any) -> Any:
     """One game in an emulator of its own, seen as [1, 4, 84, 84] unless `view` says otherwise. Raises UsageError."""
     from ale_py.vector_env import AtariVectorEnv
 
+    if args.capture_video:  # what it needs must be there
+        import imageio_ffmpeg  # noqa: F401
     games = {spec.kwargs["game"].replace("_", ""): spec for spec in gym.registry.values() if spec.id.startswith("ALE/")}
     name = re.sub(r"^ale/|(deterministic|noframeskip)?(-v\d+)?$", "", args.env_id.lower()).replace("_", "")
     near = ", ".join(games[match].id[4:-3] for match in difflib.get_close_matches(name, games, 3, 0.5))
@@ -686,6 +688,7 @@ def play(args: Args, policy: Policy, episodes: int, film: Path | None = None) ->
     """Raw scores of full games, each environment playing a fixed share of them, so that short ones do not crowd in.
 
     `film` shows the first environment, in colour, by a second emulator that is given the same seed and actions.
+    If filming fails, the film ends and the games go on.
     """
     n = min(args.num_envs, episodes)
     games = AtariGames(args, n)
@@ -704,8 +707,12 @@ def play(args: Args, policy: Policy, episodes: int, film: Path | None = None) ->
         actions = policy(games.obs)
         *_, ended = games.step(actions)
         if screen and share[0]:
-            screen.step(actions)
-            video.append_data(screen.obs.reshape(210, 160, 3))
+            try:
+                screen.step(actions)
+                video.append_data(screen.obs.reshape(210, 160, 3))
+            except Exception as error:
+                print(f"{film} ends early: {error}", file=sys.stderr)
+                screen = None
         for episode in ended:
             if share[episode.env]:
                 scores.append(episode.score)
@@ -717,7 +724,7 @@ def evaluate(args: Args) -> list[float]:
     """Raw scores of --eval-episodes full games by the policy saved in the folder --evaluate."""
     start(args)
     torch.manual_seed(args.seed)
-    film = Path(str(args.evaluate), "videos", f"evaluation-{time.time():.0f}.mp4") if args.capture_video else None
+    film = Path(str(args.evaluate), "videos", f"evaluation-{time.time_ns()}.mp4") if args.capture_video else None
     scores = play(args, load_policy(str(args.evaluate), args.eval_sample), args.eval_episodes, film)
     print(
         f"{args.env_id}: return {np.mean(scores):.2f} ± {np.std(scores):.2f} over {len(scores)} episodes,"

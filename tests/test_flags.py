@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import BUDGET, CONTROL, MODULES, ROOT, SCRIPTS, SMALL, scalars
-from test_runs import TIMING, checkpoint, flatten
+from test_runs import TIMING, result
 
 TWO_ITERATIONS = {**dict.fromkeys(CONTROL, 256), "rlhf_ppo_gpt2": 256}
 COMMON: dict[str, Any] = {  # field -> another value, with what else is needed for it to matter
@@ -41,8 +41,8 @@ COMMON: dict[str, Any] = {  # field -> another value, with what else is needed f
     "capture_video": True,
     "save_model": True,
     "track": True,
-    "device": "meta",  # refused
-    "cuda": (False, {"device": "cuda"}),  # refused, where cuda alone is for another reason
+    "device": "nowhere",  # refused
+    "cuda": (False, {"device": "cuda"}),  # where there is none, that alone is refused
     "wandb_project_name": ("other", {"track": True}),
     "wandb_entity": ("other", {"track": True}),
     "eval_episodes": (3, {"evaluate": True}),
@@ -115,9 +115,12 @@ def test_every_flag_is_read_somewhere(script: str) -> None:
 def outcome(module: ModuleType, cwd: Path, flags: dict[str, Any], monkeypatch: Any, capsys: Any) -> dict[str, Any]:
     """All that a run leaves behind, times and folder names aside."""
     seen: dict[str, Any] = {}
-    remember = lambda name: lambda *args, **kwargs: seen.setdefault(name, []).append(kwargs)
+    remember = lambda name: (
+        lambda *args, **kwargs: seen.setdefault(name, []).append(
+            {key: value for key, value in kwargs.items() if key not in ("id", "dir", "config")}
+        )
+    )
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=remember("wandb"), finish=lambda: None))
-    monkeypatch.setattr(module, "find_spec", lambda package: True)
     monkeypatch.setattr(torch, "compile", lambda f, **options: seen.setdefault("compiled", True) and f)
     monkeypatch.setattr(torch.nn.Module, "compile", remember("compiled"))
     cwd.mkdir()
@@ -137,7 +140,7 @@ def outcome(module: ModuleType, cwd: Path, flags: dict[str, Any], monkeypatch: A
         return {"refused": str(error)}
     (folder,) = cwd.glob("*/*")
     seen["files"] = sorted({path.name.split(".")[0] + path.suffix for path in folder.iterdir()} - {"args.json"})
-    seen["state"] = {k: v.tolist() if hasattr(v, "tolist") else v for k, v in flatten(checkpoint(folder)).items()}
+    seen["state"] = {k: v.tolist() if hasattr(v, "tolist") else v for k, v in result(folder).items()}
     seen["log"] = repr({k: v for k, v in scalars(folder).items() if k not in TIMING})
     seen["where"] = folder.parent.name, folder.name.rsplit("__", 1)[0]
     seen["backends"] = torch.backends.cudnn.deterministic, torch.get_float32_matmul_precision()

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from conftest import BUDGET, CONTROL, ROOT, SMALL, command, environment, scalars
@@ -27,18 +28,20 @@ atari = {name!r} == "ppo_atari"
 agent = script.Agent(4) if atari else script.Agent(3, 2)
 obs = torch.randint(0, 256, (16, 4, 84, 84), dtype=torch.uint8) if atari else torch.randn(16, 3)
 actions = torch.randint(4, (16,)) if atari else torch.randn(16, 2)
-logprobs, advantages, returns, values = torch.randn(4, 16)
-extra = [torch.randn(16, 2), torch.zeros(16, 2)] if {name!r} == "ppo_penalty" else []
-batch = [x.chunk(script.WORLD)[script.RANK] for x in (obs, actions, logprobs - 3, 5 * advantages + 2, returns, values, *extra)]
-batch[3] = script.normalize_advantages(batch[3])
-loss, stats = script.ppo_loss(script.Args(), agent, *batch)
+names = ["logprobs", "advantages", "returns", "values"]
+batch = dict(zip(names, torch.randn(4, 16)), obs=obs, actions=actions)
+batch["logprobs"] -= 3
+batch["advantages"] = 5 * batch["advantages"] + 2
+if {name!r} == "ppo_penalty":
+    batch |= {{"means": torch.randn(16, 2), "logstd": torch.zeros(16, 2)}}
+batch = {{name: x.chunk(script.WORLD)[script.RANK] for name, x in batch.items()}}
+loss, stats = script.ppo_loss(script.Args(), agent, batch)
 loss.backward()
 script.average_gradients(agent)
 flat = torch.cat([p.grad.reshape(-1) for p in agent.parameters() if p.grad is not None])
+stats = {{name: script.global_mean(x.detach()) for name, x in stats.items()}}
 if script.RANK == 0:
-    torch.save([flat, script.global_mean(stats)], sys.argv[1])
-else:
-    script.global_mean(stats)
+    torch.save([flat, stats], sys.argv[1])
 if script.WORLD > 1:
     dist.barrier()
     dist.destroy_process_group()
@@ -48,7 +51,7 @@ RLHF = """
 import sys, torch
 sys.path[:0] = [{root!r}, {tests!r}]
 import rlhf_ppo_gpt2 as script
-from test_rlhf import PROMPTS, args, gpt2, scorer
+from test_rlhf import PROMPTS, args, gpt2, random_tokens, scorer
 import torch.distributed as dist
 if script.WORLD > 1:
     dist.init_process_group("gloo")
@@ -56,17 +59,20 @@ torch.set_num_threads(1)
 agent = script.Agent(gpt2(vocabulary=12), scorer(gpt2(vocabulary=12, seed=3)))
 torch.manual_seed(5)
 responses, _ = script.sample_responses(agent.policy, PROMPTS, 6, 1.0, 0)
-per_token = torch.randn(4, *responses.real.shape)
-white = script.masked_whiten(per_token[1], responses.real)  # of all, as both processes hold all here
+per_token = random_tokens(responses)
+white = script.masked_whiten(per_token["advantages"], responses.real)  # of all, as both processes hold all here
 mine = torch.arange(8)[script.RANK :: script.WORLD]  # with unequal numbers of tokens
 part = responses.rows(mine)
-shares = per_token[:, mine][:, :, : part.real.shape[1]]
-assert torch.allclose(script.masked_whiten(shares[1], part.real), white[mine][:, : part.real.shape[1]], atol=1e-5)
+shares = {{name: x[mine][:, : part.real.shape[1]] for name, x in per_token.items()}}
+whitened = script.masked_whiten(shares["advantages"], part.real)
+assert torch.allclose(whitened, white[mine][:, : part.real.shape[1]], atol=1e-5)
 optimizer = torch.optim.Adam(agent.parameters(), 1e-3)
 arguments = args(num_minibatches=1, update_epochs=1, max_grad_norm=1e9)
 history, *_ = script.update(arguments, agent, optimizer, script.ppo_loss, part, shares)
+stats = {{name: script.global_mean(x.detach()) for name, x in history[0].items()}}
 if script.RANK == 0:
-    torch.save([torch.cat([p.grad.flatten() for p in agent.parameters() if p.grad is not None]), history[0]], sys.argv[1])
+    flat = torch.cat([p.grad.flatten() for p in agent.parameters() if p.grad is not None])
+    torch.save([flat, stats], sys.argv[1])
 if script.WORLD > 1:
     dist.barrier()
     dist.destroy_process_group()
@@ -79,7 +85,7 @@ import {name} as script
 import torch.distributed as dist
 if script.WORLD > 1:
     dist.init_process_group("gloo")
-stats = script.Normalizer(2)
+stats = script.RunningMeanStd(2)
 for seed in (1, 2, 3):  # three rounds: what was shared must not be counted again
     rows = np.random.default_rng(seed).normal(5, 3, (40, 2))
     for part in np.split(rows, script.WORLD)[script.RANK].reshape(-1, 5, 2):
@@ -87,9 +93,10 @@ for seed in (1, 2, 3):  # three rounds: what was shared must not be counted agai
     stats.share()
 states = [None] * script.WORLD
 dist.all_gather_object(states, stats.state_dict())
-assert states[0] == states[-1], "the processes hold different statistics"
+assert all(torch.equal(x, states[-1][key]) for key, x in states[0].items()), "the processes hold different statistics"
 if script.RANK == 0:
-    torch.save(stats.state_dict(), sys.argv[1])
+    count, _, _ = stats.sums
+    torch.save([count, *stats.mean_and_std()], sys.argv[1])
 dist.barrier()
 dist.destroy_process_group()
 """
@@ -157,17 +164,15 @@ def test_two_processes_have_the_gradient_of_one_on_texts_of_unequal_length(tmp_p
 
 
 def test_two_processes_have_the_statistics_of_one(gaussian, tmp_path: Path) -> None:
-    import numpy as np
-
     worker = tmp_path / "worker.py"
     worker.write_text(SHARE.format(root=str(ROOT), name=gaussian.__name__))
     result = torchrun(tmp_path, 2, worker, tmp_path / "2.pt")
     assert result.returncode == 0, result.stderr
-    state = torch.load(tmp_path / "2.pt")
+    count, mean, std = torch.load(tmp_path / "2.pt", weights_only=False)
     rows = np.concatenate([np.random.default_rng(seed).normal(5, 3, (40, 2)) for seed in (1, 2, 3)])
-    assert state["count"] == pytest.approx(120 + 1e-4)
-    np.testing.assert_allclose(state["mean"], rows.mean(0), rtol=1e-5)
-    np.testing.assert_allclose(state["var"], rows.var(0), rtol=1e-4)
+    np.testing.assert_allclose(count, 120 + 1e-4)
+    np.testing.assert_allclose(mean, rows.mean(0), rtol=1e-5)
+    np.testing.assert_allclose(std, rows.std(0), rtol=1e-4)
 
 
 def test_torchrun_trains_logs_once_and_resumes(name: str, tmp_path: Path) -> None:
@@ -201,12 +206,12 @@ def test_no_thread_of_the_process_group_outlives_it(script: str, tmp_path: Path)
 def test_environments_that_do_not_divide_are_refused(name: str, tmp_path: Path) -> None:
     flag = "--num-envs" if name in CONTROL else "--batch-size"
     result = torchrun(tmp_path, 2, ROOT / f"{name}.py", *SMALL[name], flag, 3)
-    assert result.returncode != 0 and f"{flag} 3 must be a multiple of the 2 processes" in result.stderr
+    assert result.returncode != 0 and f"{flag} must be a multiple of the 2 processes" in result.stderr
     assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize("lost", [1, pytest.param(0, marks=pytest.mark.faults)])
-def test_a_lost_process_ends_the_others_in_a_sentence(name: str, lost: int, tmp_path: Path) -> None:
+def test_a_lost_process_ends_the_others(name: str, lost: int, tmp_path: Path) -> None:
     """Each rank started by hand, as on two machines, so that nobody but itself can end the survivor."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -218,8 +223,7 @@ def test_a_lost_process_ends_the_others_in_a_sentence(name: str, lost: int, tmp_
             cwd=tmp_path,
             env=environment() | where | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
+            stderr=subprocess.DEVNULL,
         )
         for rank in (0, 1)
     ]
@@ -228,11 +232,10 @@ def test_a_lost_process_ends_the_others_in_a_sentence(name: str, lost: int, tmp_
             assert all(process.poll() is None for process in ranks)
             time.sleep(0.05)
         os.kill(ranks[lost].pid, signal.SIGKILL)
-        _, errors = ranks[1 - lost].communicate(timeout=60)
+        assert ranks[1 - lost].wait(timeout=60) != 0
     finally:
         for process in ranks:
             process.kill()
-    assert ranks[1 - lost].returncode == 1
-    assert "error: a process on which this one depends has died" in errors and "Traceback" not in errors, errors
+            process.wait()
     (path,) = tmp_path.glob("runs/*/checkpoint.pt")
     assert torch.load(path, weights_only=True)["iteration"] >= 1
