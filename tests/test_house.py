@@ -269,7 +269,7 @@ def test_the_loop_of_your_own_works(place: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def shown(low: float, high: float) -> str:
-    """A range as README.md writes it; a bound of -1 is none, as nothing falls below 0, nor is one that nothing reaches."""
+    """A range as README.md writes it; bounds that nothing reaches are none: -1, as no KL is below 0, and high ones."""
     if low == high:
         return f"exactly {low:g}"
     if low == -1:
