@@ -589,7 +589,7 @@ class Run:
             if stopping or self.iteration == self.last or self.iteration % self.every == 0:
                 self.save("checkpoint.pt", self.parts)
                 if self.args.capture_video:
-                    film = self.folder / "videos" / f"step-{self.iteration * self.batch_size}.mp4"
+                    film = self.folder / f"videos/step-{self.iteration * self.batch_size}.mp4"
                     play(self.args, load_policy(str(self.folder)), 1, film)
         self.episodes = []
         if stopping and self.iteration < self.last:
@@ -608,7 +608,7 @@ class Run:
             self.writer.add_scalar(name, value, step)
 
         text = f"return {np.mean(self.scores):.1f}" if self.scores else "no episode has ended"
-        self.bar.set_postfix_str(text, refresh=False)
+        self.bar.set_postfix_str(text)
         self.bar.update(self.batch_size)
         if self.bar.disable:  # no terminal
             self.bar.write(f"step {step:,}, {text}, {self.metrics['charts/SPS']:.0f} steps/s")

@@ -183,7 +183,8 @@ class NormalizedEnvs:
         raw_next_obs = raw_obs.copy()
         if dones.any():
             raw_next_obs[dones] = np.stack(self.info["final_obs"][dones])
-        # A reward of your own belongs here: raw_next_obs is what the actions led to, self.info what came with it.
+        # A reward of your own belongs here: raw_next_obs is what the actions led to, self.info what came with it
+        # (where an episode ended, self.info["final_info"]).
 
         self.lengths += 1
         self.scores += rewards
@@ -511,7 +512,7 @@ def probe_env(args: Args) -> Any:
         hasattr(gym.vector, "AutoresetMode"), f"gymnasium {gym.__version__} is too old: pip install gymnasium==1.4.0"
     )
     env = make_env(args, args.capture_video)
-    env.reset(seed=args.seed)
+    env.reset()
     obs, *_ = env.step(env.action_space.sample())
     if args.capture_video:  # what it needs must be there
         import imageio_ffmpeg  # noqa: F401
@@ -525,7 +526,7 @@ def in_numpy(agent: Agent, obs_dim: int) -> Policy:
 
     That is for linear layers with tanh between them. Any other policy, which a try finds out, is called as it is.
     """
-    layers = [layer for layer in agent.actor_mean if isinstance(layer, nn.Linear)]
+    layers = [layer for layer in agent.actor_mean.modules() if isinstance(layer, nn.Linear)]
     weights = [[p.detach().cpu().numpy().T for p in layer.parameters()] for layer in layers]
 
     def by_numpy(x: np.ndarray) -> np.ndarray:
@@ -540,7 +541,10 @@ def in_numpy(agent: Agent, obs_dim: int) -> Policy:
         return means.cpu().numpy()
 
     x = np.random.default_rng(0).standard_normal((8, obs_dim), np.float32)
-    return by_numpy if np.allclose(by_numpy(x), by_agent(x), atol=1e-5) else by_agent
+    try:
+        return by_numpy if np.allclose(by_numpy(x), by_agent(x), atol=1e-5) else by_agent
+    except ValueError:  # other shapes
+        return by_agent
 
 
 # --- Processes
@@ -679,7 +683,7 @@ class Run:
             if stopping or self.iteration == self.last or self.iteration % self.every == 0:
                 self.save("checkpoint.pt", self.parts)
                 if self.args.capture_video:
-                    film = self.folder / "videos" / f"step-{self.iteration * self.batch_size}.mp4"
+                    film = self.folder / f"videos/step-{self.iteration * self.batch_size}.mp4"
                     play(make_env(self.args, film=True), load_policy(str(self.folder)), self.args.seed, film)
         self.episodes = []
         if stopping and self.iteration < self.last:
@@ -698,7 +702,7 @@ class Run:
             self.writer.add_scalar(name, value, step)
 
         text = f"return {np.mean(self.scores):.1f}" if self.scores else "no episode has ended"
-        self.bar.set_postfix_str(text, refresh=False)
+        self.bar.set_postfix_str(text)
         self.bar.update(self.batch_size)
         if self.bar.disable:  # no terminal
             self.bar.write(f"step {step:,}, {text}, {self.metrics['charts/SPS']:.0f} steps/s")
@@ -773,7 +777,7 @@ def load_policy(folder: str, sample: bool = True) -> Policy:
     def policy(raw_obs: np.ndarray) -> np.ndarray:
         actions = means(obs_stats.normalize(raw_obs))
         if sample:
-            actions = actions + std * np.random.standard_normal(actions.shape)
+            actions = actions + np.float32(std * np.random.standard_normal(actions.shape))
         return actions.clip(env.action_space.low, env.action_space.high)
 
     return policy
@@ -811,7 +815,7 @@ def evaluate(args: Args) -> list[float]:
     np.random.seed(args.seed)
     scores = []
     for number in range(args.eval_episodes):
-        film = Path(str(args.evaluate), "videos", f"evaluation-{time.time():.0f}-{number}.mp4")
+        film = Path(f"{args.evaluate}/videos/evaluation-{time.time():.0f}-{number}.mp4")
         scores.append(play(env, policy, args.seed + number, film if args.capture_video else None))
     print(
         f"{args.env_id}: return {np.mean(scores):.2f} ± {np.std(scores):.2f} over {len(scores)} episodes,"

@@ -1531,7 +1531,7 @@ class Run:
             f"proxy {self.metrics['charts/proxy']:+.2f}, KL {self.metrics['kl/ref']:.2f},"
             f" beta {self.metrics['charts/beta']:.3g}"
         )
-        self.bar.set_postfix_str(text, refresh=False)
+        self.bar.set_postfix_str(text)
         self.bar.update(self.batch_size)
         if self.bar.disable:  # no terminal
             self.bar.write(f"step {step:,}, {text}, {self.metrics['charts/SPS']:.0f} responses/s")
