@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import BUDGET, GAUSSIAN, SMALL, command, environment, left_in, run, scalars
+from conftest import BUDGET, GAUSSIAN, command, environment, left_in, run, scalars
 from test_runs import TOTAL, assert_nothing_lost, assert_same_run, launch
 
 pytestmark = pytest.mark.faults
@@ -81,11 +81,12 @@ def test_a_run_stopped_at_any_moment_is_whole_once_resumed(
 
 TRIVIAL = "--env-id counting_envs:Hundred-v0 --num-envs 8 --num-steps 512 --num-minibatches 1 --total-timesteps 2e6"
 LONG = {
-    "ppo_atari": "--env-id Pong --num-envs 16 --num-steps 32 --num-minibatches 1 --update-epochs 1 --total-timesteps 1e5",
+    "ppo_atari": "--env-id Pong --num-envs 16 --num-steps 32 --num-minibatches 1"
+    " --update-epochs 1 --total-timesteps 1e5",
     **dict.fromkeys(GAUSSIAN, f"{TRIVIAL} --update-epochs 1"),
     "trpo": f"{TRIVIAL} --update-epochs 1",
-    "rlhf_ppo_gpt2": "--sft-size 64 --num-pairs 40 --min-accuracy 0 --batch-size 8 --num-minibatches 1 --update-epochs 1"
-    " --total-episodes 16000 --eval-episodes 8",  # 2,000 updates
+    "rlhf_ppo_gpt2": "--sft-size 64 --num-pairs 40 --min-accuracy 0 --batch-size 8 --num-minibatches 1"
+    " --update-epochs 1 --total-episodes 16000 --eval-episodes 8",  # 2,000 updates
 }
 
 
@@ -118,8 +119,8 @@ def test_a_long_run_grows_neither_in_memory_nor_in_open_files(name: str, tmp_pat
     logged = scalars(folder)
     events = sum(path.stat().st_size for path in folder.glob("events*"))
     numbers = sum(len(points) for points in logged.values())
-    print(f"{name}: {before * 4 / 1024:.0f} MB to {after * 4 / 1024:.0f} MB, {files[fifth]} to {files[-2]} open files,"
-          f" {events / 1e6:.2f} MB of events, {events / numbers:.0f} bytes a number")  # fmt: skip
+    print(f"{name}: {before * 4 / 1024:.0f} MB to {after * 4 / 1024:.0f} MB, {files[fifth]} to {files[-2]} open files")
+    print(f"{events / 1e6:.2f} MB of events, {events / numbers:.0f} bytes a number")
     assert after < 1.05 * before
     assert files[-2] == files[fifth]
     assert events < 100 * numbers + 10_000
