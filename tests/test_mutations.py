@@ -1,6 +1,6 @@
 """A test that cannot fail is a defect: each mutant of mutations.py must be noticed by a test that claims its detail.
 
-`pytest -m mutation` applies every one of them; the plain run takes a sample. A mutant works in a copy of the repository.
+`pytest -m mutation` applies every one of them, the plain run a sample. A mutant works in a copy of the repository.
 """
 
 import re
@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 
 import details
 import pytest
-from conftest import GAUSSIAN, IMPORTED, ROOT, SCRIPTS, forked
+from conftest import IMPORTED, ROOT, SCRIPTS, forked
 from mutations import MUTANTS, Mutant
 
 PAIRS = [(mutant, script) for mutant in MUTANTS for script in mutant.scripts.split()]
@@ -39,7 +39,7 @@ IMPORTED_TOO = "hypothesis, pytest, tensorboard, tokenizers, torch._dynamo, tran
 
 
 def judge(folder: Path, script: str, tests: list[str], change: Mutant | None) -> str:
-    """Run the tests for this script in a copy of the repository with `change`: "passed", "noticed", or what went wrong."""
+    """Run the tests for this script in a copy of the repository with `change`: "passed", "noticed" or what went wrong."""
     for path in [*ROOT.glob("*.py"), *ROOT.glob("*.md"), ROOT / "pyproject.toml", ROOT / "requirements.txt"]:
         shutil.copy(path, folder)
     shutil.copytree(ROOT / "tests", folder / "tests", ignore=shutil.ignore_patterns("__pycache__"))
