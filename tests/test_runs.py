@@ -309,7 +309,7 @@ def test_missing_packages_are_named(name: str, tmp_path: Path, monkeypatch, caps
     module = MODULES[name]
     flags = {"wandb": ["--track"]}
     flags |= {"imageio_ffmpeg": ["--capture-video"]} if name in CONTROL else {}
-    flags |= {"ale_py": []} if name == "ppo_atari" else {}
+    flags |= {"ale_py.vector_env": []} if name == "ppo_atari" else {}
     for package, given in flags.items():
         monkeypatch.setattr(sys, "argv", [f"{name}.py", *SMALL[name], "--run-dir", str(tmp_path), *given])
         with monkeypatch.context() as without:
