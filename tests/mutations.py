@@ -176,7 +176,7 @@ MUTANTS = [
     M("policy", CONTROL, "the statistics are not restored", 'obs_stats.load_state_dict(saved["obs_stats"])', "pass", tests=RELOADED),
     M("policy", GAUSSIAN, "the statistics go on", "means(obs_stats.normalize(raw_obs))", "means((obs_stats.update(np.atleast_2d(raw_obs).astype(np.float64)), obs_stats.normalize(raw_obs))[1])", tests=RELOADED),
     M("policy", TRPO, "the statistics go on", "torch.from_numpy(obs_stats.normalize(raw_obs))", "torch.from_numpy((obs_stats.update(np.atleast_2d(raw_obs).astype(np.float64)), obs_stats.normalize(raw_obs))[1])", tests=RELOADED),
-    M("policy", GAUSSIAN, "--no-eval-sample samples", "        if sample:\n            actions = actions + std", "        if True:\n            actions = actions + std", tests=RELOADED),
+    M("policy", GAUSSIAN, "--no-eval-sample samples", "        if sample:\n", "        if True:\n", tests=RELOADED),
     M("policy", TRPO, "--no-eval-sample samples", "if sample else 0", "if True else 0", tests=RELOADED),
     M("policy", ATARI, "--no-eval-sample samples", "distribution.sample() if sample else", "distribution.sample() if True else", tests="test_runs.py::test_a_reloaded_policy_of_atari_acts_like_the_agent_in_memory"),
     M("stop", f"{ALL} {RLHF}", "a signal is ignored", "        self.stopping = True", "        self.stopping = False", tests="test_runs.py::test_an_interrupted_run_is_saved_and_goes_on"),

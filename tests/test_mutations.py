@@ -39,7 +39,7 @@ IMPORTED_TOO = "hypothesis, pytest, tensorboard, tokenizers, torch._dynamo, tran
 
 
 def judge(folder: Path, script: str, tests: list[str], change: Mutant | None) -> str:
-    """Run the tests for this script in a copy of the repository with `change`: "passed", "noticed" or what went wrong."""
+    """Run the tests for this script in a copy with `change`: "passed", "noticed" or what went wrong."""
     for path in [*ROOT.glob("*.py"), *ROOT.glob("*.md"), ROOT / "pyproject.toml", ROOT / "requirements.txt"]:
         shutil.copy(path, folder)
     shutil.copytree(ROOT / "tests", folder / "tests", ignore=shutil.ignore_patterns("__pycache__"))
