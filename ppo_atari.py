@@ -111,6 +111,7 @@ def make_game(args: Args, **view: Any) -> Any:
     name = re.sub(r"^ale/|(deterministic|noframeskip)?(-v\d+)?$", "", args.env_id.lower()).replace("_", "")
     near = ", ".join(games[match].id[4:-3] for match in difflib.get_close_matches(name, games, 3, 0.5))
     require(name in games, f"--env-id {args.env_id} is no Atari game; nearest: {near or 'none'}")
+    require(args.max_episode_frames >= 8, "--max-episode-frames must be at least 8, two steps")
     settings: dict[str, Any] = {
         "noop_max": 30,  # [14]
         "frameskip": 4,  # [15]
@@ -513,16 +514,18 @@ class Run:
         self.warned: set[str] = set()
         self.stopping = False
         self.start_time = time.time()
-        if RANK == 0:
-            self.open()
         for sign in (signal.SIGINT, signal.SIGTERM):
             signal.signal(sign, self.stop)
+        if RANK == 0:
+            self.open()
 
     def open(self) -> None:
         """Take a folder that no other process writes to, and start its log; raises UsageError."""
         from torch.utils.tensorboard import SummaryWriter
 
         args = self.args
+        if args.track:
+            import wandb
         unique = f"{args.seed}__{time.strftime('%y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}"
         name = re.sub(r"[^\w.-]+", "-", f"{args.env_id}__{args.exp_name}__{unique}")
         self.folder = Path(args.resume or f"{args.run_dir}/{name}").absolute()
@@ -534,8 +537,6 @@ class Run:
         except OSError as error:
             raise UsageError(f"{self.folder} cannot be used, perhaps since another process does: {error}") from None
         if args.track:
-            import wandb
-
             wandb.init(
                 project=args.wandb_project_name,
                 entity=args.wandb_entity,
@@ -561,7 +562,7 @@ class Run:
             raise KeyboardInterrupt
         self.stopping = True
         if RANK == 0:
-            self.bar.write("interrupted: this iteration is finished and saved first; once more leaves at once")
+            tqdm.write("interrupted: this iteration is finished and saved first; once more leaves at once")
 
     def starts_afresh(self, iteration: int) -> bool:
         """Generators and environments restart at the start and after each checkpoint, which makes resuming exact."""

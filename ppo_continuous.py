@@ -583,16 +583,18 @@ class Run:
         self.warned: set[str] = set()
         self.stopping = False
         self.start_time = time.time()
-        if RANK == 0:
-            self.open()
         for sign in (signal.SIGINT, signal.SIGTERM):
             signal.signal(sign, self.stop)
+        if RANK == 0:
+            self.open()
 
     def open(self) -> None:
         """Take a folder that no other process writes to, and start its log; raises UsageError."""
         from torch.utils.tensorboard import SummaryWriter
 
         args = self.args
+        if args.track:
+            import wandb
         unique = f"{args.seed}__{time.strftime('%y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}"
         name = re.sub(r"[^\w.-]+", "-", f"{args.env_id}__{args.exp_name}__{unique}")
         self.folder = Path(args.resume or f"{args.run_dir}/{name}").absolute()
@@ -604,8 +606,6 @@ class Run:
         except OSError as error:
             raise UsageError(f"{self.folder} cannot be used, perhaps since another process does: {error}") from None
         if args.track:
-            import wandb
-
             wandb.init(
                 project=args.wandb_project_name,
                 entity=args.wandb_entity,
@@ -631,7 +631,7 @@ class Run:
             raise KeyboardInterrupt
         self.stopping = True
         if RANK == 0:
-            self.bar.write("interrupted: this iteration is finished and saved first; once more leaves at once")
+            tqdm.write("interrupted: this iteration is finished and saved first; once more leaves at once")
 
     def starts_afresh(self, iteration: int) -> bool:
         """Generators and environments restart at the start and after each checkpoint, which makes resuming exact."""
@@ -793,7 +793,7 @@ def evaluate(args: Args) -> list[float]:
     np.random.seed(args.seed)
     scores = []
     for number in range(args.eval_episodes):
-        film = Path(f"{args.evaluate}/videos/evaluation-{time.time():.0f}-{number}.mp4")
+        film = Path(f"{args.evaluate}/videos/evaluation-{time.time_ns()}-{number}.mp4")
         scores.append(play(env, policy, args.seed + number, film if args.capture_video else None))
     print(
         f"{args.env_id}: return {np.mean(scores):.2f} ± {np.std(scores):.2f} over {len(scores)} episodes,"
