@@ -706,10 +706,9 @@ def global_mean(x: Tensor) -> Tensor:
 
 def average_gradients(agent: nn.Module) -> None:
     """The mean over the processes [S2], so that K of them step as one would on all their samples."""
-    if WORLD > 1:
-        grads = [p.grad for p in agent.parameters() if p.grad is not None]
-        mean = global_mean(nn.utils.parameters_to_vector(grads))
-        nn.utils.vector_to_parameters(mean, grads)
+    for p in agent.parameters():
+        if p.grad is not None:
+            p.grad = global_mean(p.grad)
 
 
 # --- Log and checkpoints

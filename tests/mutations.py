@@ -182,7 +182,7 @@ MUTANTS = [
     M("stop", f"{ALL} {RLHF}", "a signal is ignored", "        self.stopping = True", "        self.stopping = False", tests="test_runs.py::test_an_interrupted_run_is_saved_and_goes_on"),
     M("checkpoint", f"{ALL} {RLHF}", "a checkpoint has no flags", '"world": WORLD, "args": asdict(self.args)}', '"world": WORLD}', tests="test_runs.py::test_a_run_killed_and_resumed_equals_one_left_alone"),
     # S2 and S3
-    M("S2", f"{ALL} {RLHF}", "each process keeps its own gradient", "nn.utils.vector_to_parameters(mean, grads)", "pass"),
+    M("S2", f"{ALL} {RLHF}", "each process keeps its own gradient", "p.grad = global_mean(p.grad)", "pass"),
     M("S2", f"{ATARI} {TRPO}", "the sum over processes", "x = x / WORLD", "x = x / 1"),
     M("S2", CONTROL, "what the others have seen is not added", "self.shared.add_(new)", "pass"),
     M("S2", CONTROL, "what was shared before is added again", "new = self.state - self.shared", "new = self.state.clone()"),
