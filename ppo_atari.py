@@ -499,8 +499,8 @@ class Run:
         self.last = int(args.total_timesteps) // self.batch_size
         self.every = args.checkpoint_every or self.last
         saved = load_checkpoint(args.resume, **parts) if args.resume else {}
-        same = saved.get("world", WORLD) == WORLD
-        require(same, f"--resume needs as many processes as before, {saved.get('world')}")
+        world = saved.get("world", WORLD)
+        require(world == WORLD, f"--resume needs as many processes as before, {world}")
         self.first = saved.get("iteration", 0)
         require(
             self.last > self.first,
@@ -569,7 +569,7 @@ class Run:
 
     def end_iteration(self, metrics: dict[str, Any]) -> None:
         """Log, and save when it is due; raises RunError if not all is finite, KeyboardInterrupt after `stop`."""
-        means = global_mean(torch.tensor([float(x) for x in metrics.values()]))
+        means = global_mean(torch.tensor(list(metrics.values())))
         self.metrics = dict(zip(metrics, means.tolist(), strict=True))
         for key in self.parts.keys() - {"optimizer"}:
             if not all(x.isfinite().all() for x in self.parts[key].state_dict().values()):

@@ -625,9 +625,10 @@ def reseed(seed: int, iteration: int) -> int:
 # --- Environments
 
 
-def make_env(args: Args, film: bool = False) -> Any:
+def make_env(args: Args, film: bool = False, seed: int = 0) -> Any:
     """One environment with flat observations and actions. Raises gymnasium's errors, and UsageError."""
     if multiprocessing.parent_process():  # a worker of AsyncVectorEnv, which its parent ends
+        np.random.seed(seed)  # or each would have the same copy of its parent's generator
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     mujoco.set_mju_user_warning(warnings.warn)  # or each would go into a file in the current folder, too
@@ -649,7 +650,7 @@ def make_env(args: Args, film: bool = False) -> Any:
 def make_envs(args: Args, num_envs: int) -> Any:
     """Environments stepped together; each restarts in the step that ends its episode."""
     kind = gym.vector.SyncVectorEnv if args.vectorization == "sync" else gym.vector.AsyncVectorEnv
-    makers = [functools.partial(make_env, args)] * num_envs
+    makers = [functools.partial(make_env, args, seed=np.random.randint(2**31)) for _ in range(num_envs)]
     return kind(makers, autoreset_mode=gym.vector.AutoresetMode.SAME_STEP)
 
 
@@ -734,8 +735,8 @@ class Run:
         self.last = int(args.total_timesteps) // self.batch_size
         self.every = args.checkpoint_every or self.last
         saved = load_checkpoint(args.resume, **parts) if args.resume else {}
-        same = saved.get("world", WORLD) == WORLD
-        require(same, f"--resume needs as many processes as before, {saved.get('world')}")
+        world = saved.get("world", WORLD)
+        require(world == WORLD, f"--resume needs as many processes as before, {world}")
         self.first = saved.get("iteration", 0)
         require(
             self.last > self.first,
@@ -804,7 +805,7 @@ class Run:
 
     def end_iteration(self, metrics: dict[str, Any]) -> None:
         """Log, and save when it is due; raises RunError if not all is finite, KeyboardInterrupt after `stop`."""
-        means = global_mean(torch.tensor([float(x) for x in metrics.values()]))
+        means = global_mean(torch.tensor(list(metrics.values())))
         self.metrics = dict(zip(metrics, means.tolist(), strict=True))
         for key in self.parts.keys() - {"optimizer"}:
             if not all(x.isfinite().all() for x in self.parts[key].state_dict().values()):
