@@ -1,4 +1,4 @@
-"""RLHF, detail by detail: against unpadded transformers forward passes, worked examples and enumerated distributions."""
+"""RLHF, detail by detail: against unpadded transformers passes, worked examples and enumerated distributions."""
 
 import copy
 import dataclasses
@@ -222,7 +222,7 @@ def test_each_pass_uses_every_prompt_once_in_a_new_order(monkeypatch: Any) -> No
 @pytest.mark.detail("R1")
 @pytest.mark.detail("R10")
 def test_the_score_is_read_at_the_last_real_token_of_prompt_and_response(answered: Any, tmp_path: Path) -> None:
-    """Against what transformers gives for one text without padding, from a saved folder; gain and bias are in its config."""
+    """Against what transformers gives for one text without padding, from a saved folder with gain and bias."""
     _, _, responses = answered
     scorer(gpt2(vocabulary=12, seed=3)).save_pretrained(tmp_path)
     loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path).eval().requires_grad_(False)
@@ -447,7 +447,7 @@ def test_the_value_starts_as_the_reward_model_or_as_zero(answered: Any) -> None:
     assert not zeros.any() and states.shape == (8, responses.real.shape[1], 16)
 
 
-# ------------------------------------------------------------------------------------------------ rewards and advantages
+# ----------------------------------------------------------------------------------------------- rewards and advantages
 
 
 @pytest.mark.detail("R21")
@@ -512,7 +512,7 @@ def test_rewards_are_whitened_only_when_asked(answered: Any) -> None:
 @pytest.mark.detail("R25")
 @pytest.mark.parametrize("lam", [1.0, 0.95, 0.0])
 def test_returns_and_advantages_by_sums_over_the_tokens_to_come(answered: Any, lam: float) -> None:
-    """γ = 1 and nothing after the last token: G_t^λ written out, then advantages of mean 0 and variance 1; 0.95 by default."""
+    """γ = 1 and nothing after the last token: G_t^λ written out, then advantages of mean 0, variance 1."""
     agent, reference, responses = answered
     scores = torch.randn(8)
     arguments = args(missing_eos_penalty=0.5, **({} if lam == 0.95 else {"gae_lambda": lam}))
@@ -607,7 +607,7 @@ def test_the_loss_and_its_statistics_are_means_over_real_tokens(answered: Any) -
             clipped.append(abs(r - 1) > 0.2)
     loss, stats = rlhf.ppo_loss(args(), agent, responses, per_token)
     assert float(loss) == pytest.approx(np.mean(losses) + 0.1 * np.mean(value_losses), rel=1e-4)
-    expected = {
+    expected: dict[str, list[Any]] = {
         "losses/value_loss": value_losses,
         "losses/policy_loss": losses,
         "losses/entropy": entropies,
@@ -691,7 +691,7 @@ def test_the_first_ratio_is_one(answered: Any) -> None:
 @pytest.mark.detail("3")
 @pytest.mark.parametrize("epsilon", [0.01, 1e-5])
 def test_two_steps_of_adam_with_epsilon_where_tensorflow_has_it(answered: Any, epsilon: float) -> None:
-    """θ -= lr·sqrt(1 - β2^t) / (1 - β1^t) · m / (sqrt(v) + ε), also with an ε so large that its place matters; 1e-5 by default."""
+    """θ -= lr·sqrt(1 - β2^t) / (1 - β1^t) · m / (sqrt(v) + ε), also with an ε so large that its place matters."""
     agent, reference, responses = answered
     changes = {} if epsilon == 1e-5 else {"adam_eps": epsilon}
     arguments = args(num_minibatches=1, update_epochs=2, max_grad_norm=1e9, **changes)
@@ -796,7 +796,7 @@ def enumerated(vocabulary: int, length: int) -> list[list[int]]:
 
 @pytest.mark.slow
 def test_ppo_closes_the_gap_to_the_best_regularised_reward() -> None:
-    """The best E[r] - β·KL(π‖π_ref) of any policy is β·log E_ref[exp(r/β)] (Donsker-Varadhan); 97 % of the way is asked."""
+    """The best E[r] - β·KL(π‖π_ref) of any policy is β·log E_ref[exp(r/β)] (Donsker-Varadhan); 97 % is asked."""
     answers, beta = enumerated(4, 3), 0.5
     table = {
         tuple(a): float(r) for a, r in zip(answers, np.random.default_rng(1).normal(size=len(answers)), strict=True)
@@ -832,7 +832,7 @@ def test_ppo_closes_the_gap_to_the_best_regularised_reward() -> None:
 
 @pytest.fixture(scope="module")
 def short_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
-    """The folder of a run of one iteration of the built-in task, and the responses and figures of each of its rollouts."""
+    """The folder of a run of one iteration of the built-in task, and responses and figures of each rollout."""
     seen: list[Any] = []
     original = rlhf.rollout
 
@@ -853,7 +853,7 @@ def short_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]
 @pytest.mark.detail("R1")
 @pytest.mark.detail("R31")
 def test_ppo_learns_from_the_saved_reward_model_which_reads_whole_texts(short_run: Any) -> None:
-    """Self-check, evaluation, iteration, evaluation: each score is transformers' for the one text, whatever the judge says."""
+    """Self-check, evaluation, iteration, evaluation: each score is transformers' for the one text."""
     folder, seen = short_run
     model = GPT2ForSequenceClassification.from_pretrained(folder / "reward_model").eval()
     assert len(seen) == 4

@@ -155,7 +155,7 @@ def test_faulty_files_are_named(
 
 
 def test_files_may_hold_what_json_allows(model_folder: Path, data: dict[str, Path], tmp_path: Path) -> None:
-    """Separators that are no line ends, a byte order mark, CRLF, empty lines; and a tokenizer that adds ends by itself."""
+    """Separators that are no line ends, a byte order mark, CRLF, empty lines; a tokenizer that adds ends by itself."""
     from tokenizers import processors
 
     text = '\ufeff{"prompt": "the\u2028cat"}\r\n\r\n{"prompt": "the dog\x85"}\n'
