@@ -575,15 +575,16 @@ def train(args: Args) -> dict[str, float]:
     agent = make_agent(args, reference, reward_model)
     for frozen in (reference, reward_model):
         frozen.requires_grad_(False)  # [R19]
-    score = lambda responses: reward_scores(reward_model, responses.tokens, responses.mask, args.bf16)
+    answer = answers_of(args, task, agent, reference, reward_model)  # by rollout
 
     # Go on where a checkpoint is, or look at what PPO starts from
     optimizer = torch.optim.Adam(agent.parameters(), args.learning_rate, eps=args.adam_eps, fused=True)  # [3] [R28]
     run.begin(agent=agent, optimizer=optimizer)
     if run.first == 0:
-        self_check(args, task, agent, reference, reward_model, score)
-        best_of_n(args, run, task, reference, score)
-        run.report(0, measure(args, task, agent, reference, score))
+        if args.self_check:
+            self_check(args, task, agent, reference, reward_model)
+        best_of_n(args, run, task, answer)
+        run.report(0, measure(args, task, answer))
 
     for iteration in range(run.first, run.last):
         reseed(args.seed, iteration)
@@ -591,21 +592,16 @@ def train(args: Args) -> dict[str, float]:
             optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - iteration / run.last)  # [4]
 
         # Answer prompts, estimate advantages
-        begin = time.time()
         prompts = prompt_batch(task.prompts, iteration, args.batch_size, args.seed)
-        answered = rollout(args, agent, reference, score, prompts, task.eos)
+        answered = answer(prompts)
 
         # Update policy and value
-        middle = time.time()
         history, skipped = update(args, agent, optimizer, ppo_loss, answered.responses, answered.per_token)
         if not history:
             raise RunError("no gradient of an iteration is finite; lower the learning rates")
 
         # Log, adapt β and save
-        if task.judge:
-            answered.figures["charts/gold"] = task.gold(answered.responses).to(device)  # [R31] to look at, no more
-        seconds = {"rollout": middle - begin, "update": time.time() - middle}
-        metrics = summarize(args, answered, history, skipped, seconds)
+        metrics = summarize(args, answered, history, skipped)
         metrics["charts/beta"] = agent.beta.clone()
         kl = float(metrics["kl/ref"])
         if args.beta_controller == "proportional":
@@ -614,7 +610,7 @@ def train(args: Args) -> dict[str, float]:
         elif args.beta_controller == "doubling":
             agent.beta.fill_(update_beta(agent.beta.item(), kl, args.kl_target))
         if iteration + 1 == run.last or (iteration + 1) % run.eval_every == 0:
-            run.report(iteration + 1, measure(args, task, agent, reference, score))
+            run.report(iteration + 1, measure(args, task, answer))
         run.end_iteration(metrics)
     return run.finish()
 
@@ -720,7 +716,7 @@ class Task:
         return self.tokenizer.decode([t for t in tokens if t != self.eos])
 
     def gold(self, responses: Responses) -> Tensor:
-        """Gold scores [B] of the built-in judge."""
+        """Gold scores [B] of the built-in judge [R31], to look at, no more."""
         assert self.judge
         both = zip(responses.texts(), responses.ended.tolist(), strict=True)
         return torch.tensor([self.judge(self.decode(text), ended) for text, ended in both])
@@ -967,29 +963,22 @@ def load_model(name: str, kind: Any, flag: str) -> Any:
     options: dict[str, Any] = {}
     if kind is not transformers.AutoTokenizer:
         options = {"dtype": torch.float32, "attn_implementation": "sdpa", "output_loading_info": True}
-    local = Path(name).is_dir()
-    fault = "is a folder that holds no such model or tokenizer"
-    if not local:
-        fault = f"is no folder and cannot be downloaded; `hf download {name} --local-dir FOLDER` makes one elsewhere"
     try:
         try:
             loaded = kind.from_pretrained(name, local_files_only=True, **options)
         except OSError:
-            if local:
-                raise
             HfApi().model_info(name, timeout=10)  # without a network, from_pretrained would try for minutes
             loaded = kind.from_pretrained(name, **options)
     except Exception as error:
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise UsageError(f"{flag} {name} {fault} ({reason})") from None
+        way = f"`hf download {name} --local-dir FOLDER` makes a folder where there is a network"
+        raise UsageError(f"{flag} {name} cannot be loaded ({type(error).__name__}); {way}") from None
     if not options:
         return loaded
     model, found = loaded
     family = model.config.model_type
     require(family == "gpt2", f"{flag} {name} is a {family}; this script takes GPT-2 models")
-    amiss = "score.weight" in found["missing_keys"] or "score.weight" in found["unexpected_keys"]
-    is_no = "no reward model" if flag == "--reward-model" else "a reward model, which writes no text"
-    require(not amiss, f"{flag} {name} is {is_no}")
+    amiss = {"score.weight"} & {*found["missing_keys"], *found["unexpected_keys"]}
+    require(not amiss, f"{flag} {name} is the wrong kind: a model that writes text has no score, a reward model one")
     return model
 
 
@@ -997,7 +986,6 @@ def read_rows(source: str | None, flag: str, *keys: str) -> list[list[str]]:
     """The strings under `keys` in each row of a JSONL file or of hf:dataset:split; none without a source."""
     if source is None:
         return []
-    number = 0
     try:
         if source.startswith("hf:"):
             from datasets import load_dataset
@@ -1005,43 +993,35 @@ def read_rows(source: str | None, flag: str, *keys: str) -> list[list[str]]:
             name, _, split = source.removeprefix("hf:").partition(":")
             rows = list(load_dataset(name, split=split or "train"))
         else:  # a line ends with a line feed alone: JSON strings may hold all other separators
-            rows = [line for line in Path(source).read_text(encoding="utf-8-sig").split("\n") if line.strip()]
+            lines = Path(source).read_text(encoding="utf-8-sig").split("\n")
+            rows = [json.loads(line) for line in lines if line.strip()]
         require(rows, "it is empty")
         texts = []
-        for row in rows:
-            number += 1
-            fields = json.loads(row) if isinstance(row, str) else row
-            texts.append([fields[key] for key in keys])
+        for number, row in enumerate(rows, 1):
+            texts.append([row[key] for key in keys])
             filled = all(isinstance(text, str) and text for text in texts[-1])
-            require(filled, f"{', '.join(keys)} must be strings with text")
+            require(filled, f"row {number} has another value or none")
         return texts
     except Exception as error:
-        where = f", row {number}" if number else ""
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise UsageError(f"{flag} {source}{where} cannot be used as rows with {', '.join(keys)}: {reason}") from None
+        raise UsageError(f"{flag} {source} must have strings {', '.join(keys)} in each row: {error!r}") from None
 
 
 def file_task(args: Args, tokenizer: Any) -> Task:
     """Prompts, comparisons and texts from files."""
     require(tokenizer.eos_token_id is not None, f"--model {args.model}: its tokenizer has no end-of-text token")
     longest = args.prompt_length + args.response_length
-    cut_prompts: list[str] = []
-    cut_texts: list[str] = []
-    whole = lambda *strings: encode(tokenizer, "".join(strings) + tokenizer.eos_token, longest, cut_texts)
+    cut: list[str] = []
+    whole = lambda *strings: encode(tokenizer, "".join(strings) + tokenizer.eos_token, longest, cut)
     rows = read_rows(args.prompts, "--prompts", "prompt")
-    prompts = [encode(tokenizer, text, args.prompt_length, cut_prompts) for (text,) in rows]
+    prompts = [encode(tokenizer, text, args.prompt_length, cut) for (text,) in rows]
     rows = read_rows(args.preferences, "--preferences", "prompt", "chosen", "rejected")
     require(len(rows) != 1, f"--preferences {args.preferences} needs at least two rows, as one is held out")
     pairs = [(whole(prompt, chosen), whole(prompt, rejected)) for prompt, chosen, rejected in rows]
     texts = [whole(*row) for row in read_rows(args.sft, "--sft", "prompt", "response")]
     tenth = len(prompts) // 10
     held_out = prompts[-tenth:] if tenth else prompts
-    if (cut_prompts or cut_texts) and RANK == 0:
-        print(
-            f"longer than --prompt-length {args.prompt_length} and cut at the start: {len(cut_prompts)} prompts;"
-            f" longer than {longest} tokens: {len(cut_texts)} texts",
-            file=sys.stderr,
-        )
+    if cut and RANK == 0:
+        print(f"cut at the start, as they are too long: {len(cut)} prompts or texts", file=sys.stderr)
     rest = prompts[: len(prompts) - tenth]
     return Task(tokenizer, rest, held_out, texts, pairs, None)
 
@@ -1170,10 +1150,9 @@ def global_mean(x: Tensor) -> Tensor:
 
 def average_gradients(agent: nn.Module) -> None:
     """The mean over the processes [S2], so that K of them step as one would on all their samples."""
-    if WORLD > 1:
-        grads = [p.grad for p in agent.parameters() if p.grad is not None]
-        mean = global_mean(nn.utils.parameters_to_vector(grads))
-        nn.utils.vector_to_parameters(mean, grads)
+    for p in agent.parameters():
+        if p.grad is not None:
+            p.grad = global_mean(p.grad)
 
 
 # --- Looks at the policy
@@ -1193,13 +1172,25 @@ class Evaluation(NamedTuple):
     answers: list[str]
 
 
-def measure(args: Args, task: Task, agent: Agent, reference: Any, score: Callable[[Responses], Tensor]) -> Evaluation:
+def answers_of(args: Args, task: Task, agent: Agent, reference: Any, reward_model: Any) -> Callable[[Texts], Rollout]:
+    """The rollout of prompts, with what the built-in task's judge thinks of the answers."""
+    score = lambda responses: reward_scores(reward_model, responses.tokens, responses.mask, args.bf16)
+
+    def answer(prompts: Texts) -> Rollout:
+        answered = rollout(args, agent, reference, score, prompts, task.eos)
+        if task.judge:
+            gold = task.gold(answered.responses)
+            answered.figures["charts/gold"] = gold.to(reference.device)
+        return answered
+
+    return answer
+
+
+def measure(args: Args, task: Task, answer: Callable[[Texts], Rollout]) -> Evaluation:
     """Means over --eval-episodes answers to held-out prompts, always with the same random numbers, and four answers."""
     torch.manual_seed(args.seed)
     prompts = [task.held_out[i % len(task.held_out)] for i in range(args.eval_episodes)]
-    responses, _, _, figures = rollout(args, agent, reference, score, prompts, task.eos)
-    if task.judge:
-        figures["charts/gold"] = task.gold(responses)
+    responses, _, _, figures = answer(prompts)
     means = {name: float(figures[tag].mean()) for name, tag in EVALUATED.items() if tag in figures}
     answers = []
     for prompt, actions, real in zip(prompts[:4], responses.actions, responses.real, strict=False):
@@ -1216,17 +1207,8 @@ def describe(means: dict[str, float]) -> str:
 
 
 @torch.no_grad()
-def self_check(
-    args: Args,
-    task: Task,
-    agent: Agent,
-    reference: Any,
-    reward_model: Any,
-    score: Callable[[Responses], Tensor],
-) -> None:
+def self_check(args: Args, task: Task, agent: Agent, reference: Any, reward_model: Any) -> None:
     """What must hold before the first update; raises UsageError with the likely cause of what does not."""
-    if not args.self_check:
-        return
     right = getattr(reward_model.config, "reward_model_accuracy", 1.0)
     require(
         right >= args.min_accuracy,
@@ -1236,62 +1218,42 @@ def self_check(
     tolerance = 0.2 if args.bf16 else 1e-3 / min(args.temperature, 1)
     prompts = sorted(task.prompts, key=len)
     prompts = [prompts[0], prompts[-1], *random.choices(prompts, k=14)]
-    responses, sampled, per_token, figures = rollout(args, agent, reference, score, prompts, task.eos)
+    responses, sampled, per_token, figures = answers_of(args, task, agent, reference, reward_model)(prompts)
     real = responses.real
-    difference = (sampled - per_token["logprobs"])[real].abs().max()
+    logprobs = per_token["logprobs"]
+    difference = (sampled - logprobs)[real].abs().max()
     require(
         difference < tolerance,
-        f"self-check: sampler and scorer differ by {difference:.2g} nats: temperature, filters, precision or position"
-        " ids are not the same in both",
+        f"self-check: sampler and scorer differ by {difference:.2g} nats: other temperature, filters or position ids",
     )
     kl = figures["kl/ref_exact"].abs().max()
-    require(
-        kl < tolerance,
-        f"self-check: the KL to the reference is {kl:.2g} nats before the first update: policy and reference are not"
-        " the same, or dropout is on",
-    )
+    require(kl < tolerance, f"self-check: the KL to the reference is {kl:.2g} nats before the first update")
     for row in (0, 1):
         alone = responses.rows(torch.tensor([row], device=real.device))
-        for name, x in score_tokens(args, agent, reference, alone).items():
-            if name in per_token:
-                before = per_token[name][row][real[row]]
-                shift = (x[alone.real] - before).abs().max()
-                require(
-                    shift < tolerance,
-                    f"self-check: beside other prompts an answer's {name} change by {shift:.2g}: padding is seen or"
-                    " shifts positions, or the first ratio is not 1",
-                )
+        tokens = score_tokens(args, agent, reference, alone)
+        shift = (tokens["logprobs"][alone.real] - logprobs[row][real[row]]).abs().max()
+        require(
+            shift < tolerance,
+            f"self-check: beside other prompts an answer's logprobs change by {shift:.2g}: padding is seen or counted",
+        )
     ends = (responses.actions == task.eos) & real
     last = real.sum(1, keepdim=True) - 1
     at_last = torch.equal(ends.gather(1, last)[:, 0], responses.ended)
-    require(
-        at_last and torch.equal(ends.sum(1), responses.ended.long()),
-        "self-check: the end token of a response is not its last real token",
-    )
+    require(at_last, "self-check: the end token of a response is not its last real token")
 
 
-@torch.no_grad()
-def best_of_n(args: Args, run: Run, task: Task, reference: Any, score: Callable[[Responses], Tensor]) -> None:
+def best_of_n(args: Args, run: Run, task: Task, answer: Callable[[Texts], Rollout]) -> None:
     """Show what picking the best of n answers by the reward model gives, at KL = log n - (n - 1) / n."""
-    if not args.best_of_n:
-        return
     torch.manual_seed(args.seed)
     prompts = task.held_out[: args.eval_episodes]
-    sampling = args.response_length, args.temperature, task.eos, args.bf16
-    proxies, golds = [], []
-    for _ in range(args.best_of_n):
-        responses, _ = sample_responses(reference, prompts, *sampling)
-        proxies.append(score(responses).cpu())
-        if task.judge:
-            golds.append(task.gold(responses))
+    figures = [answer(prompts).figures for _ in range(args.best_of_n)]  # the policy is still the reference
     for power in range(args.best_of_n.bit_length()):
         n = 2**power
-        best = torch.stack(proxies[:n]).argmax(0, keepdim=True)  # [1, prompts]
+        best = torch.stack([x["charts/proxy"] for x in figures[:n]]).argmax(0, keepdim=True)  # [1, prompts]
         means = {"kl": float(np.log(n) - (n - 1) / n)}
-        for name, scores in (("proxy", proxies), ("gold", golds)):
-            if scores:
-                picked = torch.stack(scores[:n]).gather(0, best)
-                means[name] = float(picked.mean())
+        for name in ("proxy", "gold") if task.judge else ("proxy",):
+            scores = torch.stack([x[f"charts/{name}"] for x in figures[:n]])
+            means[name] = float(scores.gather(0, best).mean())
         run.note({f"best_of_n/{name}": x for name, x in means.items()}, n)
         run.say(f"best of {n}: " + ", ".join(f"{name} {x:+.2f}" for name, x in means.items()))
 
@@ -1299,10 +1261,8 @@ def best_of_n(args: Args, run: Run, task: Task, reference: Any, score: Callable[
 # --- Log and checkpoints
 
 
-def summarize(
-    args: Args, answered: Rollout, history: list[dict[str, Tensor]], skipped: int, seconds: dict[str, float]
-) -> dict[str, Any]:
-    """What a run logs of an iteration: means by tag, standard errors of the KL's, what values explain, throughput."""
+def summarize(args: Args, answered: Rollout, history: list[dict[str, Tensor]], skipped: int) -> dict[str, Any]:
+    """What a run logs of an iteration: means by tag, standard errors of the KL's, what values explain."""
     metrics: dict[str, Any] = {}
     for name in history[0]:
         metrics[name] = torch.stack([stats[name] for stats in history]).mean()
@@ -1317,10 +1277,6 @@ def summarize(
     metrics["losses/explained_variance"] = 1 - unexplained.var(correction=0) / returns.var(correction=0)
     metrics["charts/minibatches"] = len(history)
     metrics["charts/skipped_updates"] = skipped
-    epochs = (len(history) + skipped) / args.num_minibatches
-    tokens = WORLD * int(real.sum())
-    metrics["charts/rollout_tokens_per_second"] = tokens / seconds["rollout"]
-    metrics["charts/update_tokens_per_second"] = tokens * epochs / seconds["update"]
     return metrics
 
 
@@ -1383,8 +1339,7 @@ class Run:
             self.folder.mkdir(parents=True, exist_ok=True)
             self.lock = FileLock(self.folder / "lock", timeout=0)
             self.lock.acquire()
-            (self.folder / "args.tmp").write_text(json.dumps(asdict(args), indent=2))
-            (self.folder / "args.tmp").replace(self.folder / "args.json")  # whole, as it serves until a checkpoint
+            (self.folder / "args.json").write_text(json.dumps(asdict(args), indent=2))
         except OSError as error:
             raise UsageError(f"{self.folder} cannot be used, perhaps since another process does: {error}") from None
         if args.track:
@@ -1429,9 +1384,7 @@ class Run:
             model = make()
             self.save_model(name, model)
         value = getattr(model.config, f"{name}_{figure}", None)
-        if value is None:
-            self.say(f"{name}: as given")
-        else:
+        if value is not None:
             self.say(f"{name}: {figure} {value:.3f}")
             if self.first == 0:
                 self.note({f"{name}/{figure}": value}, 0)
@@ -1537,8 +1490,7 @@ class Run:
             self.bar.write(f"step {step:,}, {text}, {self.metrics['charts/SPS']:.0f} responses/s")
         for name, low, high, meaning in HEALTHY:
             value = self.metrics[name]
-            due = self.iteration > 10 or name == "charts/skipped_updates"
-            if (value < low or value > high) and due and name not in self.warned:
+            if (value < low or value > high) and self.iteration > 10 and name not in self.warned:
                 self.warned.add(name)
                 self.bar.write(f"step {step:,}: {name} is {value:.3g}: {meaning}")
 
@@ -1598,8 +1550,7 @@ def evaluate(args: Args) -> dict[str, float]:
     check_room(args, reference)
     agent = make_agent(args, reference, reward_model)
     load_checkpoint(folder, agent=agent)
-    score = lambda responses: reward_scores(reward_model, responses.tokens, responses.mask, args.bf16)
-    means, answers = measure(args, task, agent, reference, score)
+    means, answers = measure(args, task, answers_of(args, task, agent, reference, reward_model))
     print(f"{folder}: {describe(means)} over {args.eval_episodes} sampled responses")
     print("\n".join(answers))
     return means
