@@ -156,7 +156,7 @@ class Rlhf:
         score = lambda responses: m.reward_scores(self.scorer, responses.tokens, responses.mask)
         for i in count():
             begin = time.perf_counter()
-            responses, per_token, _ = m.rollout(args, agent, self.reference, score, self.batch(i), self.task.eos)
+            responses, _, per_token, _ = m.rollout(args, agent, self.reference, score, self.batch(i), self.task.eos)
             middle = time.perf_counter()
             counter = FlopCounterMode(display=False)
             with counter if not i else contextlib.nullcontext():
