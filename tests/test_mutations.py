@@ -94,7 +94,7 @@ def test_what_claims_a_detail_passes_on_the_script_as_it_is(script: str, tmp_pat
 
 
 def test_the_judge_tells_life_death_and_crash_apart(tmp_path: Path) -> None:
-    tests = [test for test in claiming(["8"], "ppo_continuous") if "problem_1" in test]
+    tests = [test for test in claiming(["8"], "ppo_continuous") if "six_rows" in test]
     mutant = lambda new: Mutant("8", "ppo_continuous", "", "return -torch.min(", new)
     for i, (new, verdict) in enumerate(
         (
