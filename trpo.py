@@ -858,10 +858,15 @@ class Run:
 
     def save(self, name: str, parts: Any) -> None:
         """Write a file whole or not at all: aside, then renamed. It holds tensors, numbers and strings."""
-        state: dict[str, Any] = {key: self.parts[key].state_dict() for key in parts}
-        state |= {"iteration": self.iteration, "scores": list(self.scores), "world": WORLD, "args": asdict(self.args)}
+        state = {key: self.parts[key].state_dict() for key in parts} | {
+            "iteration": self.iteration,
+            "scores": list(self.scores),
+            "world": WORLD,
+            "args": asdict(self.args),
+        }
         aside = self.folder / f"{name}.tmp"
         try:
+            self.writer.flush()  # the log knows all that a checkpoint does
             torch.save(state, aside)
             aside.replace(self.folder / name)
         except (OSError, RuntimeError) as error:
