@@ -4,7 +4,8 @@
 
 draws from all small changes of a script, each as likely as any other: a statement removed, an operator swapped, a
 constant moved, an argument dropped or exchanged with its neighbour, a condition inverted, an index off by one,
-`.detach()` or `no_grad` taken away. The tests run in a copy with the change, the quickest first, until one fails.
+`.detach()` or `no_grad` taken away. The tests run in a copy with the change, the quickest first, until one fails; those
+that start processes (`PROCESSES`) run at the end, for the changes that all others have let pass.
 Out of scope is what reads and refuses flags and files, words, and annotations (see `OUT`).
 
 Only tests that can notice are run: they pass on the script as it is, and fail once all its functions in scope raise.
@@ -39,6 +40,7 @@ OUT = set(  # functions and names that read and refuse flags and files
     POSITIVE FRACTIONS MAY_CHANGE Policy Map Texts Pairs Answer""".split()
 )
 WORDS = {"print", "write", "say", "UsageError", "RunError"}  # calls whose arguments are for people
+PROCESSES = {"test_ranks.py", "test_rlhf_runs.py", "test_runs.py"}  # runs as users have them: seconds each
 NO_JUDGES = {"test_benchmarks.py", "test_faults.py", "test_house.py", "test_mutations.py"}
 LEFT_OUT = {  # part of a test's name -> why
     "test_learning": "minutes each; an update that is wrong differs from its oracle long before it fails to learn",
@@ -309,12 +311,12 @@ def snapshot(folder: Path) -> Path:
     return folder
 
 
-def that_can_notice(script: str, source: Source, tree: Path, pool: Any) -> list[Case]:
+def that_can_notice(script: str, source: Source, tree: Path, processes: bool, pool: Any) -> list[Case]:
     """The tests that a change of the script can turn red, the quickest first."""
     files = [path.name for path in sorted((tree / "tests").glob("test_*.py")) if path.name not in NO_JUDGES]
-    files = [f"tests/{name}" for name in files if script in ONLY.get(name, SCRIPTS)]
+    files = [name for name in files if script in ONLY.get(name, SCRIPTS) and (name in PROCESSES) == processes]
     others = " or ".join(name for name in SCRIPTS if name != script)
-    arguments = [*files, "-k", f"not ({others} or {' or '.join(LEFT_OUT)})"]
+    arguments = [*(f"tests/{name}" for name in files), "-k", f"not ({others} or {' or '.join(LEFT_OUT)})"]
     jobs = [Job(tree, script, text, arguments, 600) for text in (source.text, source.raising())]
     (seconds, plain), (_, raising) = pool.map(run_tests, jobs, chunksize=1)
     for case in plain:
@@ -323,7 +325,7 @@ def that_can_notice(script: str, source: Source, tree: Path, pool: Any) -> list[
     failed = {case.test for case in raising if case.outcome not in ("passed", "skipped")}
     able = sorted((case for case in plain if case.outcome == "passed" and case.test in failed), key=lambda x: x.seconds)
     total = sum(case.seconds for case in able)
-    print(f"{script}: {len(plain)} tests in {seconds:.0f} s; {len(able)} can notice, {total:.0f} s", flush=True)
+    print(f"{' '.join(files)}: {seconds:.0f} s, {total:.0f} s of them {len(able)} tests that can notice", flush=True)
     return able
 
 
@@ -362,28 +364,27 @@ def judge_all(script: str, number: int, seed: int, jobs: int, folder: Path) -> N
     source = Source((tree / f"{script}.py").read_text())
     changes, count = drawn(source, number, seed)
     diffs = [difference(source.text, source.apply(change), script) for change in changes]
-    counted = [i for i, diff in enumerate(diffs) if not excuse(script, diff)]
-    print(f"{script}: {len(changes)} of {count} changes, {len(changes) - len(counted)} of them equivalent", flush=True)
+    survivors = [i for i, diff in enumerate(diffs) if not excuse(script, diff)]
+    counted = len(survivors)
+    print(f"{script}: {len(changes)} of {count} changes, {len(changes) - counted} of them equivalent", flush=True)
     outcomes: Counter[str] = Counter()
-    survivors = []
     with multiprocessing.get_context("fork").Pool(jobs) as pool:
-        able = that_can_notice(script, source, tree, pool)
-        arguments = ["-x", *(case.test for case in able)]
-        hanging = max(SECONDS, 5 * able[-1].seconds)
-        tasks = [Job(tree, script, source.apply(changes[i]), arguments, hanging) for i in counted]
-        for i, (seconds, found) in zip(counted, pool.imap(run_tests, tasks), strict=True):
-            last = found[-1] if found else Case("pytest", "crash", 0, "nothing was run")
-            outcome = "survived" if last.outcome in ("passed", "skipped") else last.outcome
-            outcomes[outcome] += 1
-            survivors += [i] * (outcome == "survived")
-            by = "" if outcome == "survived" else f" by {last.test}"
-            print(f"--- {i}: {outcome}{by} after {len(found)} tests, {seconds:.0f} s\n{diffs[i]}", flush=True)
-    killed = len(counted) - len(survivors)
-    low, high = interval(killed, len(counted))
-    print(
-        f"\n{script}: {killed} of {len(counted)} killed, {killed / len(counted):.0%} [{low:.0%}, {high:.0%}]:",
-        dict(outcomes),
-    )
+        for processes in (False, True):
+            able = that_can_notice(script, source, tree, processes, pool)
+            arguments = ["-x", *(case.test for case in able)]
+            hanging = max(SECONDS, 5 * able[-1].seconds)
+            judged, survivors = survivors, []
+            tasks = [Job(tree, script, source.apply(changes[i]), arguments, hanging) for i in judged]
+            for i, (seconds, found) in zip(judged, pool.imap(run_tests, tasks), strict=True):
+                last = found[-1] if found else Case("pytest", "crash", 0, "nothing was run")
+                survived = last.outcome in ("passed", "skipped")
+                survivors += [i] * survived
+                verdict = "survived" if survived else f"{last.outcome} in {last.test}"
+                outcomes[last.outcome] += 0 if survived else 1
+                print(f"--- {i}: {verdict}, {len(found)} tests, {seconds:.0f} s\n{diffs[i]}", flush=True)
+    killed = counted - len(survivors)
+    low, high = interval(killed, counted)
+    print(f"\n{script}: {killed} of {counted} killed, {killed / counted:.0%} [{low:.0%}, {high:.0%}]: {dict(outcomes)}")
     print(f"{time.time() - begin:.0f} s\n\nsurvivors:")
     for i in survivors:
         print(f"\n{diffs[i]}")
