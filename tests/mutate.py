@@ -358,7 +358,7 @@ def drawn(source: Source, number: int, seed: int) -> tuple[list[Change], int]:
     return chosen, len(every)
 
 
-def judge_all(script: str, number: int, seed: int, jobs: int, folder: Path) -> None:
+def judge_all(script: str, number: int, seed: int, jobs: int, rounds: list[bool], folder: Path) -> None:
     begin = time.time()
     tree = snapshot(folder / "tree")
     source = Source((tree / f"{script}.py").read_text())
@@ -369,7 +369,7 @@ def judge_all(script: str, number: int, seed: int, jobs: int, folder: Path) -> N
     print(f"{script}: {len(changes)} of {count} changes, {len(changes) - counted} of them equivalent", flush=True)
     outcomes: Counter[str] = Counter()
     with multiprocessing.get_context("fork").Pool(jobs) as pool:
-        for processes in (False, True):
+        for processes in rounds:
             able = that_can_notice(script, source, tree, processes, pool)
             arguments = ["-x", *(case.test for case in able)]
             hanging = max(SECONDS, 5 * able[-1].seconds)
@@ -396,9 +396,11 @@ def main() -> None:
     parser.add_argument("--sample", type=int, default=40)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
+    parser.add_argument("--quick", action="store_true", help="without the tests that start processes")
     args = parser.parse_args()
+    rounds = [False] if args.quick else [False, True]
     with tempfile.TemporaryDirectory() as folder:
-        judge_all(args.script, args.sample, args.seed, args.jobs, Path(folder))
+        judge_all(args.script, args.sample, args.seed, args.jobs, rounds, Path(folder))
 
 
 if __name__ == "__main__":
