@@ -255,10 +255,8 @@ def token_logprobs(policy: Any, states: Tensor, actions: Tensor, temperature: fl
 
 
 @torch.no_grad()
-def sample_responses(
-    policy: Any, prompts: Texts, length: int, temperature: float, eos: int, bf16: bool = False
-) -> tuple[Responses, Tensor]:
-    """Answer each prompt with up to `length` tokens drawn from softmax(logits / T), whole [R14], or to the end [R16].
+def sample_responses(args: Args, policy: Any, prompts: Texts, eos: int) -> tuple[Responses, Tensor]:
+    """Answer each prompt with up to R tokens drawn from softmax(logits / T), whole [R14], or to the end [R16].
 
     Returns the responses and the log-probabilities [B, R] with which their tokens were drawn.
     """
@@ -266,15 +264,15 @@ def sample_responses(
     inputs = attention_inputs(known)
     columns = step.shape[1]
     rows = torch.arange(len(step), device=step.device)  # those that go on
-    tokens = nn.functional.pad(step, (0, length))
-    mask = nn.functional.pad(known, (0, length))
-    logprobs = torch.zeros(len(tokens), length, device=tokens.device)
+    tokens = nn.functional.pad(step, (0, args.response_length))
+    mask = nn.functional.pad(known, (0, args.response_length))
+    logprobs = torch.zeros(len(tokens), args.response_length, device=tokens.device)
     cache = None
-    for column in range(columns, columns + length):
-        with torch.autocast(tokens.device.type, torch.bfloat16, enabled=bf16):
+    for column in range(columns, columns + args.response_length):
+        with torch.autocast(tokens.device.type, torch.bfloat16, enabled=args.bf16):
             out = policy.transformer(step, cache=cache, use_cache=True, **inputs)
         cache = out.cache
-        logp = log_softmax(policy, out.last_hidden_state[:, -1].float(), temperature)
+        logp = log_softmax(policy, out.last_hidden_state[:, -1].float(), args.temperature)
         require_finite(logp[:, 0], "a log-probability of the policy")
         step = torch.multinomial(logp.exp(), 1)
         tokens[rows, column] = step[:, 0]
@@ -365,35 +363,29 @@ class Rollout(NamedTuple):
     figures: dict[str, Tensor]  # what a run logs the mean of: tag -> [B], one of each response
 
 
-def compare(
-    policy: Any, reference: Any, states: Tensor, ref_states: Tensor, actions: Tensor, temperature: float
-) -> dict[str, Tensor]:
-    """log π(a|s), log π_ref(a|s) and the exact KL(π(·|s)‖π_ref(·|s)), each [n]; states [n, d], actions [n]."""
-    parts = []
-    size = max(1, 2**24 // policy.config.vocab_size)
-    pieces = (x.split(size) for x in (states, ref_states, actions))
-    for s, ref_s, a in zip(*pieces, strict=True):
-        logp = log_softmax(policy, s, temperature)
-        ref_logp = log_softmax(reference, ref_s, temperature)
-        taken = [x.gather(-1, a[:, None]).squeeze(-1) for x in (logp, ref_logp)]
-        exact_kl = (logp.exp() * (logp - ref_logp)).sum(-1)
-        parts.append(torch.stack([*taken, exact_kl]))
-    logprobs, ref_logprobs, exact_kl = torch.cat(parts, 1)
-    return {"logprobs": logprobs, "ref_logprobs": ref_logprobs, "exact_kl": exact_kl}
+Answer = Callable[[Texts], Rollout]
 
 
 def score_tokens(args: Args, agent: Agent, reference: Any, responses: Responses) -> dict[str, Tensor]:
-    """What `compare` gives, and values, of each token of the responses: [B, R], 0 where no token is."""
+    """log π(a|s), log π_ref(a|s), the exact KL(π(·|s)‖π_ref(·|s)) and values: each [B, R], 0 where no token is."""
     real = responses.real
     parts = []
     rows = torch.arange(len(real), device=real.device)
-    for index in rows.split(args.micro_batch_size or len(real)):
+    few = max(1, 2**24 // (agent.policy.config.vocab_size * real.shape[1]))  # so that what has V columns stays small
+    for index in rows.split(args.micro_batch_size or few):
         part = responses.rows(index)
         states, values = agent(part)
-        ref_states = hidden_states(reference, part.tokens, part.mask, args.bf16)
-        both = states[part.real], ref_states[:, part.prompt_columns - 1 : -1][part.real]
-        compared = compare(agent.policy, reference, *both, part.actions[part.real], args.temperature)
-        parts.append(compared | {"values": values[part.real]})
+        ref_states = hidden_states(reference, part.tokens, part.mask, args.bf16)[:, part.prompt_columns - 1 : -1]
+        logp = log_softmax(agent.policy, states[part.real], args.temperature)
+        ref_logp = log_softmax(reference, ref_states[part.real], args.temperature)
+        taken = part.actions[part.real][:, None]
+        scored = {
+            "logprobs": logp.gather(1, taken)[:, 0],
+            "ref_logprobs": ref_logp.gather(1, taken)[:, 0],
+            "exact_kl": (logp.exp() * (logp - ref_logp)).sum(1),
+            "values": values[part.real],
+        }
+        parts.append(scored)
     per_token = {}
     for name in parts[0]:
         per_token[name] = torch.zeros(real.shape, device=real.device)
@@ -411,8 +403,7 @@ def rollout(
     eos: int,
 ) -> Rollout:
     """Answer the prompts, judge the answers, estimate advantages; `score` gives r(x, y) [B]."""
-    sampling = args.response_length, args.temperature, eos, args.bf16
-    responses, sampled = sample_responses(agent.policy, prompts, *sampling)
+    responses, sampled = sample_responses(args, agent.policy, prompts, eos)
     real = responses.real
     tokens = score_tokens(args, agent, reference, responses)
     logprobs, ref_logprobs, values = tokens["logprobs"], tokens["ref_logprobs"], tokens["values"]
@@ -496,13 +487,11 @@ def update(
     args: Args,
     agent: Agent,
     optimizer: torch.optim.Optimizer,
-    loss_fn: Callable[..., tuple[Tensor, dict[str, Tensor]]],
     responses: Responses,
     per_token: dict[str, Tensor],
-) -> tuple[list[dict[str, Tensor]], int]:
-    """K epochs over the responses [R26]; returns the debug variables of each minibatch and how many were skipped."""
+) -> list[dict[str, Tensor]]:
+    """K epochs over the responses [R26]; returns the debug variables of each minibatch."""
     history = []
-    skipped = 0
     group = optimizer.param_groups[0]
     device = agent.beta.device
     for index in minibatches(len(responses.tokens), args.num_minibatches, args.update_epochs, device):
@@ -512,25 +501,20 @@ def update(
         for micro in index.split(args.micro_batch_size or len(index)):  # only accumulates [R26]
             part = responses.rows(micro)
             part_tokens = {name: x[micro] for name, x in per_token.items()}
-            loss, part_stats = loss_fn(args, agent, part, part_tokens)
+            loss, part_stats = ppo_loss(args, agent, part, part_tokens)
             share = part.real.sum() / tokens
             (loss * share).backward()
             for name, x in part_stats.items():
                 stats[name] = stats.get(name, 0) + x.detach() * share
-        stats = {name: global_mean(x) for name, x in stats.items()}
-        average_gradients(agent)
-        norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)  # [11]
-        numbers = torch.stack([norm, *stats.values()])
-        if not numbers.isfinite().all():
-            skipped += 1
-            continue
-        history.append(stats)
-        if args.target_kl is not None and stats["kl/old"] > 1.5 * args.target_kl:
+        history.append({name: global_mean(x) for name, x in stats.items()})
+        if args.target_kl is not None and history[-1]["kl/old"] > 1.5 * args.target_kl:
             break  # [S3] before the step that would go on
+        average_gradients(agent)
+        nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)  # [11]
         group["steps"] = group.get("steps", 0) + 1  # a checkpoint keeps it, too
         group["eps"] = args.adam_eps / (1 - group["betas"][1] ** group["steps"]) ** 0.5  # [R29]
         optimizer.step()
-    return history, skipped
+    return history
 
 
 def update_beta(beta: float, kl: float, target_kl: float) -> float:
@@ -584,7 +568,7 @@ def train(args: Args) -> dict[str, float]:
         if args.self_check:
             self_check(args, task, agent, reference, reward_model)
         best_of_n(args, run, task, answer)
-        run.report(0, measure(args, task, answer))
+        run.report(0, *measure(args, task, answer))
 
     for iteration in range(run.first, run.last):
         reseed(args.seed, iteration)
@@ -596,12 +580,10 @@ def train(args: Args) -> dict[str, float]:
         answered = answer(prompts)
 
         # Update policy and value
-        history, skipped = update(args, agent, optimizer, ppo_loss, answered.responses, answered.per_token)
-        if not history:
-            raise RunError("no gradient of an iteration is finite; lower the learning rates")
+        history = update(args, agent, optimizer, answered.responses, answered.per_token)
 
         # Log, adapt β and save
-        metrics = summarize(args, answered, history, skipped)
+        metrics = summarize(args, answered, history)
         metrics["charts/beta"] = agent.beta.clone()
         kl = float(metrics["kl/ref"])
         if args.beta_controller == "proportional":
@@ -610,7 +592,7 @@ def train(args: Args) -> dict[str, float]:
         elif args.beta_controller == "doubling":
             agent.beta.fill_(update_beta(agent.beta.item(), kl, args.kl_target))
         if iteration + 1 == run.last or (iteration + 1) % run.eval_every == 0:
-            run.report(iteration + 1, measure(args, task, answer))
+            run.report(iteration + 1, *measure(args, task, answer))
         run.end_iteration(metrics)
     return run.finish()
 
@@ -770,8 +752,7 @@ def normalize_reward(args: Args, task: Task, reference: Any, model: Any) -> None
     """Set gain and bias so that the scores of the start policy's answers have mean 0 and standard deviation 1 [R11]."""
     model.config.update({"reward_gain": 1.0, "reward_bias": 0.0})  # whatever another run has set
     prompts = random.choices(task.prompts, k=512)
-    sampling = args.response_length, args.temperature, task.eos, args.bf16
-    responses, _ = sample_responses(reference, prompts, *sampling)
+    responses, _ = sample_responses(args, reference, prompts, task.eos)
     with torch.no_grad():
         raw = reward_scores(model, responses.tokens, responses.mask, args.bf16)
     gain = 1 / (float(raw.std()) + 1e-8)
@@ -779,20 +760,12 @@ def normalize_reward(args: Args, task: Task, reference: Any, model: Any) -> None
     model.config.update({"reward_gain": gain, "reward_bias": bias})
 
 
-def still(model: Any) -> Any:
-    """Without dropout, in every mode and when saved [R18]: with it, no ratio would be 1 before the first update.
-
-    GPT-2's activation, which transformers writes out in seven operations, becomes the same one in a single kernel.
-    """
-    model.config.update({"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0})
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-    if model.config.activation_function == "gelu_new":
-        model.config.activation_function = "gelu_pytorch_tanh"
-        for block in model.transformer.h:
-            block.mlp.act = nn.GELU(approximate="tanh")
-    return model.eval()
+NETWORK: dict[str, Any] = {  # of every model
+    "resid_pdrop": 0.0,  # [R18] with dropout no ratio would be 1 before the first update
+    "embd_pdrop": 0.0,
+    "attn_pdrop": 0.0,
+    "attn_implementation": "sdpa",
+}
 
 
 # ------------------------------------------------------------------------------------------------------------ Plumbing
@@ -806,8 +779,8 @@ POSITIVE = """prompt_length response_length temperature sft_size num_pairs fit_b
     micro_batch_size update_epochs adam_eps max_grad_norm target_kl kl_target kl_horizon eval_episodes""".split()
 FRACTIONS = "gamma gae_lambda min_accuracy".split()
 MAY_CHANGE = set(  # with --resume
-    """total_episodes device cuda checkpoint_every eval_every run_dir resume evaluate eval_episodes self_check
-    min_accuracy track wandb_project_name wandb_entity""".split()
+    """model prompts preferences reward_model sft total_episodes device cuda checkpoint_every eval_every run_dir resume
+    evaluate eval_episodes self_check min_accuracy track wandb_project_name wandb_entity""".split()
 )
 SMOKE: dict[str, Any] = {
     "sft_size": 4_000,
@@ -857,9 +830,6 @@ def check_args(args: Args) -> None:
     require(args.batch_size % WORLD == 0, f"--batch-size must be a multiple of the {WORLD} processes")
     size = args.batch_size // WORLD
     require(size % args.num_minibatches == 0, f"--num-minibatches must divide batch-size = {size} a process")
-    require(min(args.num_pairs // 2, args.fit_batch_size) >= WORLD, "--num-pairs or --fit-batch-size is too small")
-    slow = args.beta_controller != "proportional" or args.kl_horizon >= args.batch_size
-    require(slow, f"--kl-horizon must be at least batch-size = {args.batch_size}")
 
 
 def start(args: Args) -> torch.device:
@@ -912,9 +882,7 @@ def load_task(args: Args, device: torch.device) -> tuple[Task, Any]:
         require(fits, f"--model {args.model}: its tokenizer has more tokens than the model's {size}")
     else:
         task = builtin_task(args)
-        longest = max(map(len, task.prompts + task.held_out))
-        fits = args.prompt_length >= longest
-        require(fits, f"--prompt-length {args.prompt_length}: the built-in prompts need {longest}")
+        require(args.prompt_length >= 5, "--prompt-length must be at least 5, as the built-in prompts have so many")
         config = transformers.GPT2Config(
             vocab_size=len(task.tokenizer),
             n_positions=max(args.prompt_length + args.response_length, *map(len, task.texts)),
@@ -924,10 +892,12 @@ def load_task(args: Args, device: torch.device) -> tuple[Task, Any]:
             bos_token_id=task.eos,
             eos_token_id=task.eos,
             pad_token_id=task.tokenizer.pad_token_id,
+            activation_function="gelu_pytorch_tanh",  # GPT-2's own in one kernel, where "gelu_new" takes seven
+            **NETWORK,
         )
-        policy = transformers.GPT2LMHeadModel._from_config(config, attn_implementation="sdpa")
+        policy = transformers.GPT2LMHeadModel._from_config(config)
     check_room(args, policy)
-    return task, still(policy).to(device)
+    return task, policy.to(device)
 
 
 def check_room(args: Args, policy: Any) -> None:
@@ -951,8 +921,8 @@ def load_stage(folder: Path, device: torch.device) -> Any:
     """A model that a run has saved in its folder."""
     from transformers import GPT2ForSequenceClassification, GPT2LMHeadModel
 
-    kind = GPT2ForSequenceClassification if folder.name == "reward_model" else GPT2LMHeadModel
-    return still(kind.from_pretrained(folder, attn_implementation="sdpa")).to(device)
+    kind: Any = GPT2ForSequenceClassification if folder.name == "reward_model" else GPT2LMHeadModel
+    return kind.from_pretrained(folder, **NETWORK).to(device)
 
 
 def load_model(name: str, kind: Any, flag: str) -> Any:
@@ -962,7 +932,7 @@ def load_model(name: str, kind: Any, flag: str) -> Any:
 
     options: dict[str, Any] = {}
     if kind is not transformers.AutoTokenizer:
-        options = {"dtype": torch.float32, "attn_implementation": "sdpa", "output_loading_info": True}
+        options = NETWORK | {"dtype": torch.float32, "output_loading_info": True}
     try:
         try:
             loaded = kind.from_pretrained(name, local_files_only=True, **options)
@@ -970,8 +940,10 @@ def load_model(name: str, kind: Any, flag: str) -> Any:
             HfApi().model_info(name, timeout=10)  # without a network, from_pretrained would try for minutes
             loaded = kind.from_pretrained(name, **options)
     except Exception as error:
-        way = f"`hf download {name} --local-dir FOLDER` makes a folder where there is a network"
-        raise UsageError(f"{flag} {name} cannot be loaded ({type(error).__name__}); {way}") from None
+        raise UsageError(
+            f"{flag} {name} cannot be loaded ({type(error).__name__}): it must be the folder of a model, which"
+            " `hf download NAME --local-dir FOLDER` makes where there is a network"
+        ) from None
     if not options:
         return loaded
     model, found = loaded
@@ -1033,9 +1005,9 @@ def as_scorer(policy: Any) -> Any:
     config = copy.deepcopy(policy.config)
     config.num_labels = 1
     config.update({"reward_gain": 1.0, "reward_bias": 0.0})
-    model = GPT2ForSequenceClassification._from_config(config, attn_implementation="sdpa")
+    model = GPT2ForSequenceClassification._from_config(config)
     model.transformer.load_state_dict(policy.transformer.state_dict())
-    return still(model).to(policy.device)
+    return model.to(policy.device)
 
 
 def make_reward_model(args: Args, task: Task, reference: Any) -> Any:
@@ -1045,8 +1017,7 @@ def make_reward_model(args: Args, task: Task, reference: Any) -> Any:
     if args.reward_model is None:
         model = train_reward_model(args, task, reference)
     else:
-        model = still(load_model(args.reward_model, AutoModelForSequenceClassification, "--reward-model"))
-        model.to(reference.device)
+        model = load_model(args.reward_model, AutoModelForSequenceClassification, "--reward-model").to(reference.device)
         same = model.config.num_labels == 1 and model.config.vocab_size == reference.config.vocab_size
         require(same, f"--reward-model {args.reward_model} must have one label and the model's own vocabulary")
     normalize_reward(args, task, reference, model)
@@ -1075,7 +1046,8 @@ def fit(
 
     `loss` gives the mean over a list of samples, and over how many tokens or pairs that is.
     """
-    require(len(samples) >= WORLD, f"{len(samples)} texts or pairs are too few for {WORLD} processes")
+    few = min(len(samples), args.fit_batch_size)
+    require(few >= WORLD, f"{few} texts or pairs are too few for {WORLD} processes")
     optimizer = torch.optim.Adam(model.parameters(), lr, eps=1e-5)
     steps = max(1, len(samples) // args.fit_batch_size)
     losses = []
@@ -1110,9 +1082,8 @@ def annotate(args: Args, task: Task, reference: Any) -> Pairs:
     pairs: Pairs = []
     while len(pairs) < args.num_pairs:
         prompts = random.choices(task.prompts, k=min(512, args.num_pairs - len(pairs)))
-        sampling = args.response_length, args.temperature, task.eos
-        one, _ = sample_responses(reference, prompts, *sampling)
-        other, _ = sample_responses(reference, prompts, *sampling)
+        one, _ = sample_responses(args, reference, prompts, task.eos)
+        other, _ = sample_responses(args, reference, prompts, task.eos)
         prefers = torch.rand(len(prompts)) < (3 * (task.gold(one) - task.gold(other))).sigmoid()
         for a, b, first in zip(one.texts(), other.texts(), prefers.tolist(), strict=True):
             pairs.append((a, b) if first else (b, a))
@@ -1167,12 +1138,7 @@ EVALUATED = {  # names of evaluations and what they are the means of
 }
 
 
-class Evaluation(NamedTuple):
-    means: dict[str, float]  # by the names of EVALUATED
-    answers: list[str]
-
-
-def answers_of(args: Args, task: Task, agent: Agent, reference: Any, reward_model: Any) -> Callable[[Texts], Rollout]:
+def answers_of(args: Args, task: Task, agent: Agent, reference: Any, reward_model: Any) -> Answer:
     """The rollout of prompts, with what the built-in task's judge thinks of the answers."""
     score = lambda responses: reward_scores(reward_model, responses.tokens, responses.mask, args.bf16)
 
@@ -1186,7 +1152,7 @@ def answers_of(args: Args, task: Task, agent: Agent, reference: Any, reward_mode
     return answer
 
 
-def measure(args: Args, task: Task, answer: Callable[[Texts], Rollout]) -> Evaluation:
+def measure(args: Args, task: Task, answer: Answer) -> tuple[dict[str, float], list[str]]:
     """Means over --eval-episodes answers to held-out prompts, always with the same random numbers, and four answers."""
     torch.manual_seed(args.seed)
     prompts = [task.held_out[i % len(task.held_out)] for i in range(args.eval_episodes)]
@@ -1195,7 +1161,7 @@ def measure(args: Args, task: Task, answer: Callable[[Texts], Rollout]) -> Evalu
     answers = []
     for prompt, actions, real in zip(prompts[:4], responses.actions, responses.real, strict=False):
         answers.append(f"    {task.decode(prompt)} | {task.tokenizer.decode(actions[real])}")
-    return Evaluation(means, answers)
+    return means, answers
 
 
 def describe(means: dict[str, float]) -> str:
@@ -1236,24 +1202,20 @@ def self_check(args: Args, task: Task, agent: Agent, reference: Any, reward_mode
             shift < tolerance,
             f"self-check: beside other prompts an answer's logprobs change by {shift:.2g}: padding is seen or counted",
         )
-    ends = (responses.actions == task.eos) & real
-    last = real.sum(1, keepdim=True) - 1
-    at_last = torch.equal(ends.gather(1, last)[:, 0], responses.ended)
-    require(at_last, "self-check: the end token of a response is not its last real token")
 
 
-def best_of_n(args: Args, run: Run, task: Task, answer: Callable[[Texts], Rollout]) -> None:
+def best_of_n(args: Args, run: Run, task: Task, answer: Answer) -> None:
     """Show what picking the best of n answers by the reward model gives, at KL = log n - (n - 1) / n."""
     torch.manual_seed(args.seed)
     prompts = task.held_out[: args.eval_episodes]
-    figures = [answer(prompts).figures for _ in range(args.best_of_n)]  # the policy is still the reference
+    drawn = [answer(prompts).figures for _ in range(args.best_of_n)]  # the policy is still the reference
     for power in range(args.best_of_n.bit_length()):
         n = 2**power
-        best = torch.stack([x["charts/proxy"] for x in figures[:n]]).argmax(0, keepdim=True)  # [1, prompts]
-        means = {"kl": float(np.log(n) - (n - 1) / n)}
+        best = torch.stack([x["charts/proxy"] for x in drawn[:n]]).argmax(0, keepdim=True)  # [1, prompts]
+        means = {"kl": np.log(n) - (n - 1) / n}
         for name in ("proxy", "gold") if task.judge else ("proxy",):
-            scores = torch.stack([x[f"charts/{name}"] for x in figures[:n]])
-            means[name] = float(scores.gather(0, best).mean())
+            scores = torch.stack([x[f"charts/{name}"] for x in drawn])
+            means[name] = scores.gather(0, best).mean()
         run.note({f"best_of_n/{name}": x for name, x in means.items()}, n)
         run.say(f"best of {n}: " + ", ".join(f"{name} {x:+.2f}" for name, x in means.items()))
 
@@ -1261,7 +1223,7 @@ def best_of_n(args: Args, run: Run, task: Task, answer: Callable[[Texts], Rollou
 # --- Log and checkpoints
 
 
-def summarize(args: Args, answered: Rollout, history: list[dict[str, Tensor]], skipped: int) -> dict[str, Any]:
+def summarize(args: Args, answered: Rollout, history: list[dict[str, Tensor]]) -> dict[str, Any]:
     """What a run logs of an iteration: means by tag, standard errors of the KL's, what values explain."""
     metrics: dict[str, Any] = {}
     for name in history[0]:
@@ -1276,7 +1238,6 @@ def summarize(args: Args, answered: Rollout, history: list[dict[str, Tensor]], s
     unexplained = returns - answered.per_token["values"][real]
     metrics["losses/explained_variance"] = 1 - unexplained.var(correction=0) / returns.var(correction=0)
     metrics["charts/minibatches"] = len(history)
-    metrics["charts/skipped_updates"] = skipped
     return metrics
 
 
@@ -1287,7 +1248,6 @@ HEALTHY = (  # metric, its healthy range, and what it means to leave it
     ("kl/old", -1, 0.15, "the policy moves too far at once; lower --learning-rate or --update-epochs"),
     ("kl/ref", -2, 25, "below 0 answers are not drawn from the policy that is scored; far above, raise --beta"),
     ("charts/ended", 0.5, 1, "most responses do not end; raise --response-length or --missing-eos-penalty"),
-    ("charts/skipped_updates", 0, 0, "steps skipped, as loss or gradient was not finite; the weights are unharmed"),
 )
 
 
@@ -1305,11 +1265,9 @@ class Run:
         self.last = int(args.total_episodes) // self.batch_size
         self.every = args.checkpoint_every or self.last
         self.eval_every = args.eval_every or self.last
-        saved: dict[str, Any] = {}
-        if args.resume and Path(args.resume, "checkpoint.pt").exists():
-            saved = load_checkpoint(args.resume)
-        same = saved.get("world", WORLD) == WORLD
-        require(same, f"--resume needs as many processes as before, {saved.get('world')}")
+        saved = load_checkpoint(args.resume) if args.resume else {}
+        world = saved.get("world", WORLD)
+        require(world == WORLD, f"--resume needs as many processes as before, {world}")
         self.first = saved.get("iteration", 0)
         require(
             self.last > self.first,
@@ -1318,7 +1276,6 @@ class Run:
         )
         self.iteration = self.saved = self.first
         self.scores = deque(saved.get("scores", ()), maxlen=100)
-        self.peak = {"gold": -float("inf"), "proxy": 0.0}
         self.warned: set[str] = set()
         self.stopping = False
         for sign in (signal.SIGINT, signal.SIGTERM):
@@ -1363,6 +1320,8 @@ class Run:
             f"run folder: {self.folder}\nPPO on {self.device}, step {step:,} to {steps:,} of"
             f" {int(args.total_episodes):,} by {self.batch_size:,}, saved every {self.every} iterations and at Ctrl-C"
         )
+        if not args.resume:
+            self.save("checkpoint.pt", ())  # the flags, to go on with after a stage
 
     def say(self, text: str) -> None:
         if RANK == 0:
@@ -1433,24 +1392,13 @@ class Run:
         if RANK == 0:
             self.bar.write("interrupted: this iteration is finished and saved first; once more leaves at once")
 
-    def report(self, iteration: int, evaluation: Evaluation) -> None:
-        """Print and log an evaluation; before and after training also answers; say when the proxy parts from gold."""
+    def report(self, iteration: int, means: dict[str, float], answers: list[str]) -> None:
+        """Print and log an evaluation; before and after training also answers."""
         step = iteration * self.batch_size
-        means = evaluation.means
         self.say(f"step {step:,}: {describe(means)}")
         if iteration in (0, self.last):
-            self.say("\n".join(evaluation.answers))
+            self.say("\n".join(answers))
         self.note({f"eval/{name}": x for name, x in means.items()}, step)
-        gold, proxy = means.get("gold", -float("inf")), means["proxy"]
-        if gold >= self.peak["gold"]:
-            self.peak = {"gold": gold, "proxy": proxy}
-        fallen = gold < self.peak["gold"] - 1 and proxy > self.peak["proxy"]
-        if fallen and "gold" not in self.warned:
-            self.warned.add("gold")
-            self.say(
-                f"step {step:,}: the proxy has risen to {proxy:+.2f} while gold fell from {self.peak['gold']:+.2f} to"
-                f" {gold:+.2f}: the reward model is over-optimised; raise --beta or stop earlier"
-            )
 
     def end_iteration(self, metrics: dict[str, Any]) -> None:
         """Log, and save when it is due; raises RunError if not all is finite, KeyboardInterrupt after `stop`."""
@@ -1549,6 +1497,7 @@ def evaluate(args: Args) -> dict[str, float]:
     """Means over --eval-episodes answers of the policy saved in the folder --evaluate, printed."""
     device = start(args)
     folder = str(args.evaluate)
+    require(load_checkpoint(folder)["iteration"], f"{folder} holds no trained policy yet")
     task, _ = load_task(args, device)
     reference = load_stage(Path(folder, "sft"), device)
     reward_model = load_stage(Path(folder, "reward_model"), device)
@@ -1564,25 +1513,6 @@ def evaluate(args: Args) -> dict[str, float]:
 # --- Main
 
 
-def saved_args(folder: str) -> Args:
-    """The arguments of a run: from its checkpoint, or from args.json while it has saved no more than stages."""
-    if Path(folder, "checkpoint.pt").exists() or Path(folder, "policy").exists():
-        return load_checkpoint(folder)["args"]
-    try:
-        return Args(**json.loads(Path(folder, "args.json").read_text()))
-    except (OSError, ValueError, TypeError):
-        raise UsageError(f"{folder} holds no checkpoint.pt, nor the args.json of a run of this script") from None
-
-
-def absolute(args: Args) -> Args:
-    """With paths that a resumed run finds from any folder."""
-    for name in ("model", "prompts", "preferences", "reward_model", "sft"):
-        path = getattr(args, name)
-        if path and Path(path).exists():
-            setattr(args, name, str(Path(path).absolute()))
-    return args
-
-
 def parse_args(argv: list[str] | None = None) -> Args:
     """The command line; a preset, or with --resume or --evaluate the flags of that run, give the defaults."""
     args = tyro.cli(Args, args=argv)
@@ -1590,9 +1520,9 @@ def parse_args(argv: list[str] | None = None) -> Args:
     if folder is None:
         if args.preset == "smoke":
             args = tyro.cli(Args, args=argv, default=Args(**SMOKE))
-        return absolute(args)
-    saved = saved_args(folder)
-    args = absolute(tyro.cli(Args, args=argv, default=saved))
+        return args
+    saved = load_checkpoint(folder)["args"]
+    args = tyro.cli(Args, args=argv, default=saved)
     changed = {name for name, _ in asdict(args).items() - asdict(saved).items()} - MAY_CHANGE
     require(args.evaluate or not changed, f"--resume cannot change the run's own {', '.join(sorted(changed))}")
     return args

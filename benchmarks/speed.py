@@ -160,7 +160,7 @@ class Rlhf:
             middle = time.perf_counter()
             counter = FlopCounterMode(display=False)
             with counter if not i else contextlib.nullcontext():
-                m.update(args, agent, optimizer, m.ppo_loss, responses, per_token)
+                m.update(args, agent, optimizer, responses, per_token)
             self.flops = self.flops or float(counter.get_total_flops()) / float(responses.real.sum())
             yield middle - begin, time.perf_counter() - middle, float(responses.real.sum())
 
@@ -197,13 +197,13 @@ class Untrained(Rlhf):
             bos_token_id=0,
             eos_token_id=0,
             pad_token_id=0,
+            **self.module.NETWORK,
         )
         torch.manual_seed(1)
-        model = transformers.GPT2LMHeadModel._from_config(config, attn_implementation="sdpa")
-        self.reference = self.module.still(model)
+        self.reference = transformers.GPT2LMHeadModel._from_config(config)
         self.scorer = self.module.as_scorer(self.reference)
         self.task = types.SimpleNamespace(eos=vocabulary)  # a token that is never drawn
-        self.size = sum(p.numel() for p in model.parameters())
+        self.size = sum(p.numel() for p in self.reference.parameters())
 
     def batch(self, iteration: int) -> list[list[int]]:
         return torch.randint(1, 50, (self.args.batch_size, 8)).tolist()
