@@ -1,5 +1,10 @@
-"""Data-parallel training with torch.distributed (gloo): K processes do what one would on all the data."""
+"""Data-parallel training with torch.distributed (gloo): K processes do what one would on all the data.
 
+What needs no launcher runs in processes forked from one that has imported all: this file is their program, too.
+"""
+
+import dataclasses
+import datetime
 import json
 import os
 import signal
@@ -7,99 +12,360 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
+from itertools import combinations, count
 from pathlib import Path
 from typing import Any
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from conftest import BUDGET, CONTROL, ROOT, SMALL, command, environment, scalars
-
-WORKER = """
-import sys, json, torch
-sys.path.insert(0, {root!r})
-import {name} as script
 import torch.distributed as dist
-if script.WORLD > 1:
-    dist.init_process_group("gloo")
-torch.set_num_threads(1)
-torch.manual_seed(0)
-atari = {name!r} == "ppo_atari"
-agent = script.Agent(4) if atari else script.Agent(3, 2)
-obs = torch.randint(0, 256, (16, 4, 84, 84), dtype=torch.uint8) if atari else torch.randn(16, 3)
-actions = torch.randint(4, (16,)) if atari else torch.randn(16, 2)
-names = ["logprobs", "advantages", "returns", "values"]
-batch = dict(zip(names, torch.randn(4, 16)), obs=obs, actions=actions)
-batch["logprobs"] -= 3
-batch["advantages"] = 5 * batch["advantages"] + 2
-if {name!r} == "ppo_penalty":
-    batch |= {{"means": torch.randn(16, 2), "logstd": torch.zeros(16, 2)}}
-batch = {{name: x.chunk(script.WORLD)[script.RANK] for name, x in batch.items()}}
-loss, stats = script.ppo_loss(script.Args(), agent, batch)
-loss.backward()
-script.average_gradients(agent)
-flat = torch.cat([p.grad.reshape(-1) for p in agent.parameters() if p.grad is not None])
-stats = {{name: script.global_mean(x.detach()) for name, x in stats.items()}}
-if script.RANK == 0:
-    torch.save([flat, stats], sys.argv[1])
-if script.WORLD > 1:
-    dist.barrier()
-    dist.destroy_process_group()
-"""
-
-RLHF = """
-import sys, torch
-sys.path[:0] = [{root!r}, {tests!r}]
-import rlhf_ppo_gpt2 as script
+import tyro
+from conftest import (
+    BOXES,
+    BUDGET,
+    CONTROL,
+    MODULES,
+    PPO,
+    ROOT,
+    SMALL,
+    command,
+    environment,
+    forked,
+    run,
+    scalars,
+)
+from test_control import as_they_are, playing, watch
 from test_rlhf import PROMPTS, args, gpt2, random_tokens, scorer
-import torch.distributed as dist
-if script.WORLD > 1:
-    dist.init_process_group("gloo")
-torch.set_num_threads(1)
-agent = script.Agent(gpt2(vocabulary=12), scorer(gpt2(vocabulary=12, seed=3)))
-torch.manual_seed(5)
-responses, _ = script.sample_responses(agent.policy, PROMPTS, 6, 1.0, 0)
-per_token = random_tokens(responses)
-white = script.masked_whiten(per_token["advantages"], responses.real)  # of all, as both processes hold all here
-mine = torch.arange(8)[script.RANK :: script.WORLD]  # with unequal numbers of tokens
-part = responses.rows(mine)
-shares = {{name: x[mine][:, : part.real.shape[1]] for name, x in per_token.items()}}
-whitened = script.masked_whiten(shares["advantages"], part.real)
-assert torch.allclose(whitened, white[mine][:, : part.real.shape[1]], atol=1e-5)
-optimizer = torch.optim.Adam(agent.parameters(), 1e-3)
-arguments = args(num_minibatches=1, update_epochs=1, max_grad_norm=1e9)
-history, *_ = script.update(arguments, agent, optimizer, script.ppo_loss, part, shares)
-stats = {{name: script.global_mean(x.detach()) for name, x in history[0].items()}}
-if script.RANK == 0:
-    flat = torch.cat([p.grad.flatten() for p in agent.parameters() if p.grad is not None])
-    torch.save([flat, stats], sys.argv[1])
-if script.WORLD > 1:
-    dist.barrier()
-    dist.destroy_process_group()
-"""
+from torch.distributions import Categorical
 
-SHARE = """
-import sys, torch, numpy as np
-sys.path.insert(0, {root!r})
-import {name} as script
-import torch.distributed as dist
-if script.WORLD > 1:
-    dist.init_process_group("gloo")
-stats = script.RunningMeanStd(2)
-for seed in (1, 2, 3):  # three rounds: what was shared must not be counted again
-    rows = np.random.default_rng(seed).normal(5, 3, (40, 2))
-    for part in np.split(rows, script.WORLD)[script.RANK].reshape(-1, 5, 2):
-        stats.update(part)
-    stats.share()
-states = [None] * script.WORLD
-dist.all_gather_object(states, stats.state_dict())
-assert all(torch.equal(x, states[-1][key]) for key, x in states[0].items()), "the processes hold different statistics"
-if script.RANK == 0:
-    count, _, _ = stats.sums
-    torch.save([count, *stats.mean_and_std()], sys.argv[1])
-dist.barrier()
-dist.destroy_process_group()
-"""
+gym.register(id="Swing-v0", entry_point="gymnasium.envs.classic_control:PendulumEnv", max_episode_steps=9)
+here = pytest.MonkeyPatch()  # of a process that ends with its check, so that nothing is undone
+
+
+def in_processes(check: Callable[[Any], Any], name: str, folder: Path, world: int = 2) -> list[Any]:
+    """What `check(script)` returns in each of `world` processes that are joined."""
+    folder = folder / f"{check.__name__}-{world}"
+    folder.mkdir()
+    output = folder / "output"
+    status = forked(
+        [__file__, check.__name__, name, str(world)], folder, [output, output], 300, "test_control, test_rlhf"
+    )
+    assert status == 0, output.read_text()
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(world)]
+
+
+def work(check: str, name: str, world: int) -> None:
+    """Be these processes."""
+    module: Any = MODULES[name]
+    children = []
+    for rank in range(world):
+        child = os.fork()
+        if not child:
+            here.setattr(module, "RANK", rank)
+            here.setattr(module, "WORLD", world)
+            store = f"file://{Path('store').absolute()}"
+            dist.init_process_group("gloo", store, datetime.timedelta(seconds=60), world, rank)
+            here.setattr(dist, "init_process_group", lambda: None)  # the script would, by the launcher's variables
+            torch.save(globals()[check](module), f"{rank}.pt")
+            dist.destroy_process_group()
+            return
+        children.append(child)
+    sys.exit(any([os.waitpid(child, 0)[1] for child in children]))
+
+
+def small(module: Any, **changes: Any) -> Any:
+    return dataclasses.replace(tyro.cli(module.Args, args=SMALL[module.__name__]), **changes)
+
+
+# ------------------------------------------------------------------------------------------------- two train as one
+
+
+def in_float64() -> None:
+    """All that networks take and give, so that only what is computed differently shows."""
+
+    def widen(layer: Any, inputs: Any) -> Any:
+        return tuple(x.double() for x in inputs) if isinstance(layer, torch.nn.Linear | torch.nn.Conv2d) else None
+
+    torch.set_default_dtype(torch.float64)
+    torch.nn.modules.module.register_module_forward_pre_hook(widen)
+    here.setattr(torch.Tensor, "float", torch.Tensor.double)
+
+
+def draw_for_two(module: Any, args: Any) -> None:
+    """Whatever is drawn is drawn for two halves of the environments: two processes have one each, one has both.
+
+    A minibatch has as many rows of one half as of the other.
+    """
+    rng = np.random.default_rng(0)
+    size = args.num_envs // 2
+    halves = [0, 1] if module.WORLD == 1 else [module.RANK]
+    mine = slice(halves[0] * size, (halves[-1] + 1) * size)
+    rows = np.arange(args.num_steps * size * len(halves)).reshape(args.num_steps, len(halves), size)
+
+    def noise(shape: Any, device: Any) -> torch.Tensor:
+        return torch.from_numpy(rng.standard_normal((shape[0], args.num_envs, shape[2]))[:, mine])
+
+    def sample(policy: Any) -> torch.Tensor:
+        gumbel = rng.gumbel(size=(args.num_envs, policy.logits.shape[1]))
+        return (policy.logits + torch.from_numpy(gumbel[mine])).argmax(1)
+
+    def minibatches(_: int, number: int, epochs: int, device: Any) -> Iterator[torch.Tensor]:
+        for _ in range(epochs):
+            orders = [rng.permutation(args.num_steps * size) for _ in range(2)]
+            parts = [rows[:, i].ravel()[orders[half]].reshape(number, -1) for i, half in enumerate(halves)]
+            yield from torch.from_numpy(np.concatenate(parts, 1))
+
+    here.setattr(torch, "randn", noise)
+    here.setattr(Categorical, "sample", sample)
+    here.setattr(module, "reseed", lambda seed, iteration: 1000 * iteration + mine.start)
+    here.setattr(module, "minibatches", minibatches)
+
+
+def normalize_by_earlier_iterations(module: Any) -> None:
+    """What has been seen since differs between processes, until they share it."""
+    stats, end = module.RunningMeanStd, module.Run.end_iteration
+    original = stats.mean_and_std
+    known: dict[Any, np.ndarray] = {}
+
+    def mean_and_std(self: Any) -> Any:
+        earlier = stats(*self.sums.shape[1:])
+        earlier.sums[:] = known.get(self, earlier.sums)
+        return original(earlier)
+
+    def end_iteration(self: Any, metrics: Any) -> None:
+        end(self, metrics)
+        known.update((self.parts[key], self.parts[key].sums.copy()) for key in ("obs_stats", "return_stats"))
+
+    here.setattr(stats, "mean_and_std", mean_and_std)
+    here.setattr(module.Run, "end_iteration", end_iteration)
+
+
+def pay_each_game_its_own(module: Any) -> None:
+    """Rewards that differ between steps and games; the first steps of a game have none."""
+    step, times = module.AtariGames.step, count()
+
+    def paid(self: Any, actions: np.ndarray) -> Any:
+        rewards, *rest = step(self, actions)
+        games = 1 + np.arange(len(rewards)) + module.RANK * len(rewards)
+        return ((next(times) * games) % 3 - 0.5 * games).astype(np.float32), *rest
+
+    here.setattr(module.AtariGames, "step", paid)
+
+
+def state_of(run: Any) -> dict[str, torch.Tensor]:
+    """Copies of weights, β and statistics."""
+    parts = {key: part.state_dict() for key, part in run.parts.items() if key != "optimizer"}
+    return {f"{key} {name}": x.clone() for key, part in parts.items() for name, x in part.items() if name != "shared"}
+
+
+def trained(module: Any) -> dict[str, Any]:
+    """Two iterations in float64: weights before and after with the statistics, metrics, norms of gradients."""
+    atari = module.__name__ == "ppo_atari"
+    changes: dict[str, Any] = {"num_envs": 4, "num_steps": 16, "num_minibatches": 2, "update_epochs": 2}
+    changes |= {"total_timesteps": 128, "checkpoint_every": 1, "learning_rate": 0.01, "env_id": "Swing-v0"}
+    if atari:
+        changes |= {"env_id": "Pong", "num_envs": 2, "total_timesteps": 64, "max_episode_frames": 40}
+    if module.__name__ in PPO:
+        changes |= {"max_grad_norm": 0.1}
+    if module.__name__ == "ppo_penalty":
+        changes |= {"kl_target": 1e-4}
+    args = small(module, **changes)
+    in_float64()
+    draw_for_two(module, args)
+    adapt = pay_each_game_its_own if atari else normalize_by_earlier_iterations
+    adapt(module)
+    begun = watch(here, module.Run, "starts_afresh", lambda args, _: state_of(args[0]))
+    norms = watch(here, torch.nn.utils, "clip_grad_norm_", lambda _, norm: float(norm))
+    ended = watch(here, module.Run, "end_iteration", lambda args, _: state_of(args[0]))
+    metrics = module.train(args)
+    return {"before": begun[0], "after": ended[-1], "metrics": metrics, "norms": norms}
+
+
+OWN = ("charts/SPS", "losses/explained_variance")  # time, and the mean of what each process says of its own values
+
+
+@pytest.mark.detail("S2")
+@pytest.mark.detail("7")
+@pytest.mark.parametrize("name", CONTROL)
+def test_two_processes_train_as_one(name: str, tmp_path: Path) -> None:
+    """On the same data with the same minibatches: weights, statistics and metrics after two iterations, in float64."""
+    (one,) = in_processes(trained, name, tmp_path, 1)
+    both = in_processes(trained, name, tmp_path)
+    for two in both:
+        torch.testing.assert_close(two["after"], one["after"], atol=1e-6, rtol=1e-9)
+        for tag in one["metrics"].keys() & two["metrics"].keys() - {*OWN}:
+            assert two["metrics"][tag] == pytest.approx(one["metrics"][tag], rel=1e-6, abs=1e-6), tag
+    moved = {key: float((x - one["before"][key]).abs().max()) for key, x in one["after"].items()}
+    assert all(distance > 1e-3 for key, distance in moved.items() if key != "agent failures"), moved
+    assert len(one["norms"]) == (8 if name in PPO else 0) and all(norm > 0.1 for norm in one["norms"])  # all are cut
+
+
+def statistics(module: Any) -> dict[str, torch.Tensor]:
+    stats = module.RunningMeanStd(2)
+    for seed in (1, 2, 3):  # three rounds: what was shared must not be counted again
+        rows = np.random.default_rng(seed).normal(5, 3, (40, 2))
+        for part in np.split(rows, module.WORLD)[module.RANK].reshape(-1, 5, 2):
+            stats.update(part)
+        stats.share()
+    mean, std = stats.mean_and_std()
+    return {"sums": stats.sums.copy(), "mean": mean, "std": std}
+
+
+@pytest.mark.parametrize("name", BOXES)
+def test_two_processes_have_the_statistics_of_one(name: str, tmp_path: Path) -> None:
+    both = in_processes(statistics, name, tmp_path)
+    rows = np.concatenate([np.random.default_rng(seed).normal(5, 3, (40, 2)) for seed in (1, 2, 3)])
+    for stats in both:
+        assert (stats["sums"] == both[0]["sums"]).all()
+        np.testing.assert_allclose(stats["sums"][0], 120 + 1e-4)
+        np.testing.assert_allclose(stats["mean"], rows.mean(0), rtol=1e-5)
+        np.testing.assert_allclose(stats["std"], rows.std(0), rtol=1e-4)
+
+
+def gradient_on_texts(module: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    agent = module.Agent(gpt2(vocabulary=12), scorer(gpt2(vocabulary=12, seed=3)))
+    torch.manual_seed(5)
+    responses, _ = module.sample_responses(args(), agent.policy, PROMPTS, 0)
+    per_token = random_tokens(responses)
+    white = module.masked_whiten(per_token["advantages"], responses.real)  # of all, as each process holds all here
+    mine = torch.arange(8)[module.RANK :: module.WORLD]  # with unequal numbers of tokens
+    part = responses.rows(mine)
+    shares = {name: x[mine][:, : part.real.shape[1]] for name, x in per_token.items()}
+    whitened = module.masked_whiten(shares["advantages"], part.real)
+    torch.testing.assert_close(whitened, white[mine][:, : part.real.shape[1]], atol=1e-5, rtol=0)
+    optimizer = torch.optim.Adam(agent.parameters(), 1e-3)
+    whole = args(num_minibatches=1, update_epochs=1, max_grad_norm=1e9)
+    history = module.update(whole, agent, optimizer, part, shares)
+    flat = torch.cat([p.grad.flatten() for p in agent.parameters() if p.grad is not None])
+    return flat, {name: module.global_mean(x.detach()) for name, x in history[0].items()}
+
+
+@pytest.mark.detail("S2")
+def test_two_processes_have_the_gradient_of_one_on_texts_of_unequal_length(tmp_path: Path) -> None:
+    ((gradient_1, stats_1),) = in_processes(gradient_on_texts, "rlhf_ppo_gpt2", tmp_path, 1)
+    for gradient_2, stats_2 in in_processes(gradient_on_texts, "rlhf_ppo_gpt2", tmp_path):
+        assert float((gradient_2 - gradient_1).norm() / gradient_1.norm()) < 1e-5
+        torch.testing.assert_close(stats_2, stats_1, atol=1e-5, rtol=1e-5)
+
+
+# ------------------------------------------------------------------------------------ what none of them knows alone
+
+
+def told_kl(module: Any) -> list[tuple[int, float]]:
+    """Steps so far and β after each of two iterations of four minibatches, where the first process is told that KL is
+    0. Gradients and advantages are each one's own, so that one which went on alone would not be waited for."""
+    original = module.ppo_loss
+    told: list[None] = []
+    steps = watch(here, torch.optim.Adam, "step")
+
+    def tell(args: Any, agent: Any, batch: Any) -> Any:
+        loss, stats = original(args, agent, batch)
+        approx_kl, kl = (0.029 if not told else 0.031), [0.04, 0.012][len(ended)]
+        told.append(None)
+        own = {"losses/approx_kl": torch.tensor(module.RANK * approx_kl), "losses/kl": torch.tensor(module.RANK * kl)}
+        return loss, stats | own
+
+    def keep(args: Any, _: Any) -> tuple[int, float]:
+        told.clear()
+        return len(steps), float(getattr(args[0].parts["agent"], "beta", 0))
+
+    here.setattr(module, "ppo_loss", tell)
+    here.setattr(module, "average_gradients", lambda agent: None)
+    ended = watch(here, module.Run, "end_iteration", keep)
+    four = {"num_minibatches": 4, "update_epochs": 1, "total_timesteps": 256, "norm_adv": False, "target_kl": 0.01}
+    penalty = {"kl_target": 0.01, "beta": 1.0} if module.__name__ == "ppo_penalty" else {}
+    module.train(small(module, **four | penalty))
+    return ended
+
+
+def test_the_mean_kl_ends_epochs_and_moves_beta_in_both(ppo, tmp_path: Path) -> None:
+    """Means of 0.0145 and 0.0155 about a limit of 0.015: one step. Then twice the target, and 0.6 times it."""
+    beta = [2.0, 1.0] if ppo.__name__ == "ppo_penalty" else [0, 0]
+    for steps_and_betas in in_processes(told_kl, ppo.__name__, tmp_path):
+        assert steps_and_betas == [(1, beta[0]), (2, beta[1])]
+
+
+CONTROLLERS = {  # what the second process is told of the KL to the reference in two iterations, and β after each
+    "doubling": ([24.0, 7.2], [2.0, 1.0]),
+    "proportional": ([13.2, 10.8], [1.05, 1.05 * 0.95]),
+}
+
+
+def told_kl_to_the_reference(module: Any) -> dict[str, Any]:
+    """β after two iterations with each controller, the first answered tokens to the same prompts, and the weights."""
+    rollout = module.rollout
+    betas: list[float] = []
+    result: dict[str, Any] = {}
+
+    def tell(*args: Any) -> Any:
+        answered = rollout(*args)
+        answered.figures["kl/ref"].fill_(module.RANK * told[min(len(betas), 1)])
+        return answered
+
+    here.setattr(module, "prompt_batch", lambda prompts, *_: prompts[:16])
+    here.setattr(module, "rollout", tell)
+    scored = watch(here, module, "score_tokens", lambda args, _: args[3].actions[:, 0].numpy().copy())
+    watch(here, module.Run, "end_iteration", lambda args, _: betas.append(float(args[0].parts["agent"].beta)))
+    changes = {"batch_size": 32, "total_episodes": 64, "learning_rate": 1e-5, "self_check": False, "eval_episodes": 8}
+    changes |= {"beta": 1.0, "kl_target": 6.0, "kl_horizon": 64.0}
+    for controller in CONTROLLERS:
+        told = CONTROLLERS[controller][0]
+        betas.clear()
+        scored.clear()
+        module.train(small(module, beta_controller=controller, **changes))
+        result[controller] = list(betas)
+    first = [tokens for tokens in scored if len(tokens) == 16]
+    return result | {"tokens": first}
+
+
+def test_the_mean_kl_to_the_reference_moves_beta_in_both(tmp_path: Path) -> None:
+    """The means are twice the target and 0.6 times it, and 10 % above and below it where 32 of 64 responses count."""
+    both = in_processes(told_kl_to_the_reference, "rlhf_ppo_gpt2", tmp_path)
+    for told in both:
+        for controller, (_, expected) in CONTROLLERS.items():
+            assert told[controller] == pytest.approx(expected)
+    assert_different([tokens for told in both for tokens in told["tokens"]], 4, 0.5)
+
+
+# ------------------------------------------------------------------------------------------------- games of their own
+
+
+def assert_different(draws: list[np.ndarray], number: int, alike: float) -> None:
+    """No two of so many are equal in that share of their elements, or more."""
+    assert len(draws) == number
+    for one, other in combinations(draws, 2):
+        assert np.mean(one == other) < alike
+
+
+def played(module: Any) -> dict[str, Any]:
+    """First observations and noise of each of three starts, and the weights at the end."""
+    atari = module.__name__ == "ppo_atari"
+    if not atari:
+        as_they_are(module, here)
+    owner, name = (Categorical, "sample") if atari else (torch, "randn")
+    noise = watch(here, owner, name, lambda _, drawn: drawn.numpy().copy())
+    starts = watch(here, playing(module), "reset", lambda args, _: args[0].obs.copy())
+    agents = watch(here, module, "Agent")
+    game = {"env_id": "SpaceInvaders", "num_envs": 8, "num_steps": 16} if atari else {}
+    module.train(small(module, total_timesteps=384, checkpoint_every=1, **game))
+    return {"starts": starts, "noise": np.split(np.array(noise), 3), "weights": agents[0].state_dict()}
+
+
+@pytest.mark.parametrize("name", CONTROL)
+def test_each_process_and_each_restart_has_games_of_its_own_and_all_have_the_same_weights(
+    name: str, tmp_path: Path
+) -> None:
+    both = in_processes(played, name, tmp_path)
+    assert_different([start for games in both for start in games["starts"]], 6, 1)
+    assert_different([noise for games in both for noise in games["noise"]], 6, 0.5)
+    first, second = (games["weights"] for games in both)
+    assert all(torch.equal(x, second[key]) for key, x in first.items())
+
+
+# ---------------------------------------------------------------------------------------------- as torchrun starts them
 
 THREADS = """
 import atexit, pathlib, runpy, sys, time
@@ -134,47 +400,6 @@ def torchrun(cwd: Path, ranks: int, *command: Any, timeout: float = 400) -> subp
     )
 
 
-@pytest.mark.detail("S2")
-@pytest.mark.detail("7")
-def test_two_processes_have_the_gradient_of_one(ppo, tmp_path: Path) -> None:
-    worker = tmp_path / "worker.py"
-    worker.write_text(WORKER.format(root=str(ROOT), name=ppo.__name__))
-    results = []
-    for ranks in (1, 2):
-        result = torchrun(tmp_path, ranks, worker, tmp_path / f"{ranks}.pt")
-        assert result.returncode == 0, result.stderr
-        results.append(torch.load(tmp_path / f"{ranks}.pt"))
-    (gradient_1, stats_1), (gradient_2, stats_2) = results
-    assert float((gradient_2 - gradient_1).norm() / gradient_1.norm()) < 1e-6
-    torch.testing.assert_close(stats_2, stats_1, atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.detail("S2")
-def test_two_processes_have_the_gradient_of_one_on_texts_of_unequal_length(tmp_path: Path) -> None:
-    worker = tmp_path / "worker.py"
-    worker.write_text(RLHF.format(root=str(ROOT), tests=str(ROOT / "tests")))
-    results = []
-    for ranks in (1, 2):
-        result = torchrun(tmp_path, ranks, worker, tmp_path / f"{ranks}.pt")
-        assert result.returncode == 0, result.stderr
-        results.append(torch.load(tmp_path / f"{ranks}.pt"))
-    (gradient_1, stats_1), (gradient_2, stats_2) = results
-    assert float((gradient_2 - gradient_1).norm() / gradient_1.norm()) < 1e-5
-    torch.testing.assert_close(stats_2, stats_1, atol=1e-5, rtol=1e-5)
-
-
-def test_two_processes_have_the_statistics_of_one(gaussian, tmp_path: Path) -> None:
-    worker = tmp_path / "worker.py"
-    worker.write_text(SHARE.format(root=str(ROOT), name=gaussian.__name__))
-    result = torchrun(tmp_path, 2, worker, tmp_path / "2.pt")
-    assert result.returncode == 0, result.stderr
-    count, mean, std = torch.load(tmp_path / "2.pt", weights_only=False)
-    rows = np.concatenate([np.random.default_rng(seed).normal(5, 3, (40, 2)) for seed in (1, 2, 3)])
-    np.testing.assert_allclose(count, 120 + 1e-4)
-    np.testing.assert_allclose(mean, rows.mean(0), rtol=1e-5)
-    np.testing.assert_allclose(std, rows.std(0), rtol=1e-4)
-
-
 def test_torchrun_trains_logs_once_and_resumes(name: str, tmp_path: Path) -> None:
     script = ROOT / f"{name}.py"
     result = torchrun(tmp_path, 2, script, *SMALL[name])
@@ -190,6 +415,8 @@ def test_torchrun_trains_logs_once_and_resumes(name: str, tmp_path: Path) -> Non
     assert again.returncode == 0, again.stderr
     assert [step for step, _ in scalars(folder)["losses/value_loss"]] == [128, 256, 384, 512, 640, 768]
     assert json.loads((folder / "args.json").read_text())[BUDGET[name][2:].replace("-", "_")] == 768
+    alone = run(name, "--resume", folder, BUDGET[name], 1024, cwd=tmp_path)
+    assert alone.returncode == 2 and "--resume needs as many processes as before, 2" in alone.stderr
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="lists threads as Linux does")
@@ -205,8 +432,8 @@ def test_no_thread_of_the_process_group_outlives_it(script: str, tmp_path: Path)
 
 def test_environments_that_do_not_divide_are_refused(name: str, tmp_path: Path) -> None:
     flag = "--num-envs" if name in CONTROL else "--batch-size"
-    result = torchrun(tmp_path, 2, ROOT / f"{name}.py", *SMALL[name], flag, 3)
-    assert result.returncode != 0 and f"{flag} must be a multiple of the 2 processes" in result.stderr
+    result = run(name, *SMALL[name], flag, 3, cwd=tmp_path, env={"WORLD_SIZE": "2"})
+    assert result.returncode == 2 and f"{flag} must be a multiple of the 2 processes" in result.stderr
     assert not (tmp_path / "runs").exists()
 
 
@@ -239,3 +466,7 @@ def test_a_lost_process_ends_the_others(name: str, lost: int, tmp_path: Path) ->
             process.wait()
     (path,) = tmp_path.glob("runs/*/checkpoint.pt")
     assert torch.load(path, weights_only=True)["iteration"] >= 1
+
+
+if __name__ == "__main__":
+    work(sys.argv[1], sys.argv[2], int(sys.argv[3]))
