@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -776,6 +777,250 @@ def test_vocabularies_are_worked_on_in_pieces_with_the_same_result(answered: Any
         results.append([logprobs, entropy, states.grad, gradient, *(x.detach() for x in scored.values())])
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+
+
+# ------------------------------------------------------------------------------------------------ whole updates
+
+
+def alone_in_float64(model: Any, text: list[int], head: str) -> Tensor:
+    """What a head of a model in float64 gives at each position of one text, by transformers' own pass over it."""
+    hidden = model.transformer(torch.tensor([text])).last_hidden_state[0]
+    return getattr(model, head)(hidden)
+
+
+def loss_by_hand(arguments: Any, policy: Any, value: Any, rows: list[dict[str, Any]]) -> dict[str, Tensor]:
+    """Means over the tokens of some answers, one token after the other."""
+    sums: dict[str, Any] = dict.fromkeys(("policy", "value", "entropy", "clipped", "k1", "k3"), 0.0)
+    count = 0
+    for row in rows:
+        logits = alone_in_float64(policy, row["text"], "lm_head") / arguments.temperature
+        scores = alone_in_float64(value, row["text"], "score")[:, 0]
+        values = scores * value.config.reward_gain + value.config.reward_bias
+        for i, token in enumerate(row["answer"]):
+            at = len(row["prompt"]) + i - 1  # the state is all that stands before the token
+            p = logits[at].softmax(0)
+            ratio = p[token] / math.exp(row["logprobs"][i])
+            kept = ratio.clamp(1 - arguments.clip_coef, 1 + arguments.clip_coef)
+            sums["policy"] -= torch.minimum(ratio * row["advantages"][i], kept * row["advantages"][i])
+            moved = values[at] - row["values"][i]
+            near = row["values"][i] + moved.clamp(-arguments.clip_coef, arguments.clip_coef)
+            errors = [(x - row["returns"][i]) ** 2 for x in (values[at], near)]
+            sums["value"] += 0.5 * torch.maximum(*errors)
+            sums["entropy"] -= (p * p.log()).sum()
+            sums["clipped"] += float(abs(ratio - 1) > arguments.clip_coef)
+            sums["k1"] -= ratio.log()
+            sums["k3"] += ratio - 1 - ratio.log()
+            count += 1
+    return {name: x / count for name, x in sums.items()}
+
+
+def rollout_by_hand(arguments: Any, seen: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, list[float]]:
+    """Fill in what each token got, from the models before the update; returns the figures of each answer."""
+    beta, scorer_ = float(seen["beta"]), seen["reward_model"]
+    figures: dict[str, list[float]] = {}
+    for row in rows:
+        before = len(row["prompt"]) - 1
+        logp, ref_logp = (
+            (alone_in_float64(model, row["text"], "lm_head") / arguments.temperature).log_softmax(1)[before:-1]
+            for model in (seen["policy"], seen["reference"])
+        )
+        steps = range(len(row["answer"]))
+        row["logprobs"] = [float(logp[i, token]) for i, token in enumerate(row["answer"])]
+        distances = [float(logp[i, token] - ref_logp[i, token]) for i, token in enumerate(row["answer"])]
+        scored = alone_in_float64(scorer_, row["text"], "score")[-1, 0]
+        proxy = float(scored) * scorer_.config.reward_gain + scorer_.config.reward_bias
+        ended = row["answer"][-1] == seen["eos"]
+        score = proxy - (0 if ended else arguments.missing_eos_penalty)
+        rewards = [-beta * distance for distance in distances]
+        rewards[-1] += score
+        values = alone_in_float64(seen["value"], row["text"], "score")[before:-1, 0]
+        row["values"] = [float(v) * seen["value"].config.reward_gain + seen["value"].config.reward_bias for v in values]
+        after = [*row["values"][1:], 0.0]
+        errors = [rewards[i] + arguments.gamma * after[i] - row["values"][i] for i in steps]
+        decay = arguments.gamma * arguments.gae_lambda
+        row["raw"] = [sum(decay ** (j - i) * errors[j] for j in steps if j >= i) for i in steps]
+        row["returns"] = [a + v for a, v in zip(row["raw"], row["values"], strict=True)]
+        exact = float((logp.exp() * (logp - ref_logp)).sum())
+        for tag, x in {
+            "charts/proxy": proxy,
+            "charts/score": score,
+            "charts/episodic_return": score - beta * sum(distances),
+            "charts/episodic_length": len(row["answer"]),
+            "charts/ended": float(ended),
+            "kl/ref": sum(distances),
+            "kl/ref_k2": sum(d**2 / 2 for d in distances),
+            "kl/ref_k3": sum(math.exp(-d) - 1 + d for d in distances),
+            "kl/ref_exact": exact,
+        }.items():
+            figures.setdefault(tag, []).append(x)
+    raw = np.array([a for row in rows for a in row["raw"]])
+    for row in rows:
+        row["advantages"] = [(a - raw.mean()) / raw.std() for a in row["raw"]]
+    return figures
+
+
+@pytest.mark.detail("R21")
+@pytest.mark.detail("R24")
+@pytest.mark.detail("R25")
+@pytest.mark.detail("R27")
+def test_two_iterations_of_training_by_hand(tmp_path: Path, monkeypatch: Any) -> None:
+    """Rewards, advantages, every gradient, every step and every logged figure, text by text in float64."""
+    seen: list[dict[str, Any]] = []
+    models: dict[str, Any] = {}
+
+    def watch(name: str, spy: Callable[..., Any]) -> None:
+        original = getattr(rlhf, name)
+        monkeypatch.setattr(rlhf, name, lambda *inputs: spy(original, *inputs))
+
+    def spread(_: Any, arguments: Any, task: Any, policy: Any) -> Any:
+        """In place of fine-tuning: a policy far from uniform."""
+        for parameter in policy.parameters():
+            if parameter.ndim > 1:
+                torch.nn.init.normal_(parameter, std=1.5 / policy.config.n_embd**0.5)
+        with torch.no_grad():
+            policy.lm_head.weight[task.eos] *= 3  # now all but certain, now all but impossible
+        return policy
+
+    def agent_made(original: Any, arguments: Any, reference: Any, reward_model: Any) -> Any:
+        models.update(reference=reference, reward_model=reward_model, eos=reference.config.eos_token_id)
+        return original(arguments, reference, reward_model)
+
+    def prompts_drawn(original: Any, *inputs: Any) -> Any:
+        seen.append({"prompts": original(*inputs), "steps": []})
+        return seen[-1]["prompts"]
+
+    def updated(original: Any, arguments: Any, agent: Any, optimizer: Any, responses: Any, per_token: Any) -> Any:
+        parts = models | {"policy": agent.policy, "value": agent.value}
+        copies = {name: copy.deepcopy(part) for name, part in parts.items()}
+        lr = optimizer.param_groups[0]["lr"]
+        seen[-1] |= copies | {"beta": agent.beta.item(), "lr": lr, "responses": responses, "per_token": per_token}
+        history = original(arguments, agent, optimizer, responses, per_token)
+        seen[-1]["after"] = weights_of(agent)
+        return history
+
+    def batch_drawn(original: Any, *inputs: Any) -> Any:
+        for index in original(*inputs):
+            seen[-1]["steps"].append({"rows": index.tolist()})
+            yield index
+
+    def gradient_made(original: Any, agent: Any) -> None:
+        original(agent)
+        if seen:  # past the reward model
+            seen[-1]["steps"][-1] |= {"agent": copy.deepcopy(agent), "gradient": gradients_of(agent)}
+
+    def summarized(original: Any, *inputs: Any) -> Any:
+        seen[-1]["metrics"] = original(*inputs)
+        return seen[-1]["metrics"]
+
+    watch("fine_tune", spread)
+    watch("make_agent", agent_made)
+    watch("prompt_batch", prompts_drawn)
+    watch("update", updated)
+    watch("minibatches", batch_drawn)
+    watch("average_gradients", gradient_made)
+    watch("summarize", summarized)
+    flags = "--sft-size 64 --num-pairs 20 --min-accuracy 0 --response-length 4 --batch-size 12 --num-minibatches 2"
+    flags += " --update-epochs 2 --total-episodes 24 --eval-episodes 4 --learning-rate 0.003 --temperature 0.8"
+    flags += " --gamma 0.9 --max-grad-norm 0.5 --beta-controller doubling --kl-target 0.01 --no-self-check"
+    arguments = rlhf.parse_args([*flags.split(), "--run-dir", str(tmp_path)])
+    rlhf.train(arguments)
+
+    assert len(seen) == 2 and seen[0]["beta"] == pytest.approx(0.15)
+    assert seen[1]["beta"] == pytest.approx(0.075)  # the policy was still the reference
+    adam = AdamByHand(arguments)
+    for iteration, known in enumerate(seen):
+        assert known["lr"] == pytest.approx(0.003 * (1 - iteration / 2))
+        follow_by_hand(arguments, known, adam)
+    assert float(seen[1]["metrics"]["kl/ref_exact"]) > 0.01, "the policy has not moved"
+
+
+def weights_of(agent: Any) -> list[Tensor]:
+    return [p.detach().double() for p in agent.parameters()]
+
+
+def gradients_of(agent: Any) -> list[Tensor]:
+    return [torch.zeros_like(p).double() if p.grad is None else p.grad.double() for p in agent.parameters()]
+
+
+class AdamByHand:
+    """Global norm, moments and step of all parameters, with ε where TensorFlow has it."""
+
+    def __init__(self, arguments: Any):
+        self.arguments, self.t = arguments, 0
+        self.moments: list[tuple[Any, Any]] = []
+
+    def step(self, before: list[Tensor], gradient: list[Tensor], lr: float) -> list[Tensor]:
+        self.t += 1
+        length = math.sqrt(sum(float(g.square().sum()) for g in gradient))
+        shorter = min(1.0, self.arguments.max_grad_norm / length)
+        old = self.moments or [(0.0, 0.0)] * len(gradient)
+        both = list(zip(old, gradient, strict=True))
+        self.moments = [(0.9 * m + 0.1 * shorter * g, 0.999 * v + 0.001 * (shorter * g) ** 2) for (m, v), g in both]
+        size = lr * math.sqrt(1 - 0.999**self.t) / (1 - 0.9**self.t)
+        moved = zip(before, self.moments, strict=True)
+        return [theta - size * m / (v.sqrt() + self.arguments.adam_eps) for theta, (m, v) in moved]
+
+
+def follow_by_hand(arguments: Any, known: dict[str, Any], adam: AdamByHand) -> None:
+    """One iteration; float32 against float64 is right to about 1e-5, a gradient to 1e-4 of its length."""
+    for name in ("policy", "value", "reference", "reward_model"):
+        known[name].double()
+    answers = known["responses"].tokens[:, known["responses"].prompt_columns :].tolist()
+    rows: list[dict[str, Any]] = []
+    for prompt, answer in zip(known["prompts"], answers, strict=True):
+        length = answer.index(known["eos"]) + 1 if known["eos"] in answer else len(answer)
+        rows.append({"prompt": prompt, "answer": answer[:length], "text": prompt + answer[:length]})
+    with torch.no_grad():
+        figures = rollout_by_hand(arguments, known, rows)
+    assert 0 < sum(figures["charts/ended"]) < len(rows), "all answers end alike"
+    for name, stored in known["per_token"].items():
+        for number, row in enumerate(rows):
+            mine = torch.tensor(row[name]).float()
+            assert torch.allclose(stored[number][: len(mine)], mine, atol=2e-4), f"{name} of answer {number}"
+            assert not stored[number][len(mine) :].any(), f"{name} where answer {number} has no token"
+
+    history = []
+    afterwards = [weights_of(step["agent"]) for step in known["steps"][1:]] + [known["after"]]
+    for step, after in zip(known["steps"], afterwards, strict=True):
+        before = weights_of(step["agent"])
+        agent = step["agent"].double()
+        agent.zero_grad()
+        losses = loss_by_hand(arguments, agent.policy, agent.value, [rows[i] for i in step["rows"]])
+        history.append({name: float(x) for name, x in losses.items()})
+        (losses["policy"] + arguments.vf_coef * losses["value"]).backward()
+        gradient = gradients_of(agent)
+        length = math.sqrt(sum(float(g.square().sum()) for g in gradient))
+        for (name, _), mine, told in zip(agent.named_parameters(), gradient, step["gradient"], strict=True):
+            assert float((mine - told).norm()) < 2e-4 * length, f"the gradient of {name} is that of other answers"
+        expected = adam.step(before, step["gradient"], known["lr"])  # its gradient, so that rounding does not add up
+        for (name, _), mine, told in zip(agent.named_parameters(), expected, after, strict=True):
+            torch.testing.assert_close(told, mine, atol=1e-6, rtol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
+    check_figures(known["metrics"], rows, figures, history)
+
+
+def check_figures(metrics: dict[str, Any], rows: list[Any], figures: dict[str, Any], history: list[Any]) -> None:
+    """Everything that an iteration logs but times and settings."""
+    expected = {
+        "losses/policy_loss": [step["policy"] for step in history],
+        "losses/value_loss": [step["value"] for step in history],
+        "losses/entropy": [step["entropy"] for step in history],
+        "losses/clipfrac": [step["clipped"] for step in history],
+        "kl/old_k1": [step["k1"] for step in history],
+        "kl/old": [step["k3"] for step in history],
+    }
+    logged = {tag: float(x) for tag, x in metrics.items()}
+    for tag, values in (expected | figures).items():
+        assert logged.pop(tag) == pytest.approx(np.mean(values), rel=1e-3, abs=1e-4), tag
+    for tag in [tag for tag in figures if tag.startswith("kl/")]:
+        assert logged.pop(f"{tag}_se") == pytest.approx(np.std(figures[tag]) / len(rows) ** 0.5, rel=1e-3, abs=1e-4), (
+            tag
+        )
+    returns = np.array([x for row in rows for x in row["returns"]])
+    values = np.array([x for row in rows for x in row["values"]])
+    explained = 1 - np.var(returns - values) / np.var(returns)
+    assert logged.pop("losses/explained_variance") == pytest.approx(explained, abs=1e-3)
+    assert logged.pop("charts/minibatches") == len(history)
+    assert set(logged) == {"charts/beta", "charts/gold"}
 
 
 # ------------------------------------------------------------------------------------------------ a known optimum

@@ -421,10 +421,13 @@ def test_a_run_stopped_before_its_first_checkpoint_goes_on_with_the_stages_it_ha
     def stopped(*_: Any) -> None:
         raise KeyboardInterrupt
 
+    at_exit: list[Any] = []
     with monkeypatch.context() as patched:
         patched.setattr(rlhf, stage, stopped)
+        patched.setattr(rlhf.atexit, "register", at_exit.append)
         with pytest.raises(KeyboardInterrupt):
             train(tmp_path)
+    at_exit[0]()
     (folder,) = tmp_path.glob("runs/*")
     with pytest.raises(rlhf.UsageError, match="no trained policy yet"):
         rlhf.evaluate(rlhf.parse_args(["--evaluate", str(folder)]))
