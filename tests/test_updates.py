@@ -28,27 +28,37 @@ Weights = dict[str, Tensor]
 
 
 class Drift(gym.Env):
-    """Its state answers to the action, and so does its reward; episodes end at random, by death, by time or by both."""
+    """Its state answers to the action, and so does its reward; episodes end at random, by death, by time or by both.
+
+    What scales must clip is there, too: equal rewards at the start of an episode, one observation far out of range.
+    """
 
     def __init__(self, discrete: bool = False):
         self.discrete = discrete
         self.action_space = spaces.Discrete(3, start=5) if discrete else spaces.Box(-1.0, 1.0, (2,), np.float32)
         self.observation_space = spaces.Box(-np.inf, np.inf, (3,), np.float32)
+        self.steps = self.odd = 0
 
     def observe(self) -> np.ndarray:
-        return (np.array([50.0, -3.0, 0.0]) + np.array([4.0, 0.2, 20.0]) * self.state).astype(np.float32)
+        far = -1e4 * (self.steps == self.odd)
+        return (np.array([50.0, -3.0, far]) + np.array([4.0, 0.2, 20.0]) * self.state).astype(np.float32)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         super().reset(seed=seed)
+        self.odd = self.odd or int(self.np_random.integers(55, 64))
         self.state = self.np_random.normal(size=3)
+        self.first = True
         return self.observe(), {}
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         assert self.action_space.contains(action)
         push = np.eye(3)[action - 5] if self.discrete else np.array([action[0], action[1], action[0] - action[1]])
         self.state = 0.7 * self.state + 0.5 * push + 0.5 * self.np_random.normal(size=3)
+        reward = -1.0 if self.first else float(3 * self.state @ [1, -0.5, 2] - push @ push)
         death, time = (self.np_random.random(2) < 0.12).tolist()
-        return self.observe(), float(3 * self.state @ [1, -0.5, 2] - push @ push), death, time, {}
+        self.first = False
+        self.steps += 1
+        return self.observe(), reward, death, time, {}
 
 
 gym.register(id="Drift-v0", entry_point="test_updates:Drift")
@@ -538,7 +548,7 @@ def oracle_rows(args: Any, played: Played, weights: Weights, actions: Tensor) ->
 def same(what: str, got: Any, want: Any, tolerance: float, rows: list[int] | None = None) -> None:
     """Rows that agree to `tolerance` of the largest number among them; `what` with {} for the row's number."""
     got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
-    assert got.shape == want.shape, f"{what}: {got.shape} is not {want.shape}"
+    assert got.shape == want.shape, f"{what.format('any')}: of shape {got.shape}, not {want.shape}"
     off = np.abs(got - want) > tolerance * max(1e-12, np.abs(want).max())
     wrong = np.argwhere(off | ~np.isfinite(got))
     if len(wrong):
@@ -736,6 +746,7 @@ class Seen:
     approx_kl: list[list[float]] = field(default_factory=list)
     kl: list[float] = field(default_factory=list)
     backtracks: list[int] = field(default_factory=list)
+    worse: int = 0
 
     def ends(self, played: Played) -> None:
         self.deaths += int(played.terminations[:-1].sum())
@@ -767,7 +778,7 @@ def oracle_ppo(record: Record) -> Seen:
                 break
             assert minibatch.gradient is not None, f"{at}: there is no step"
             check_weights(at, minibatch, now)
-            gradients = torch.autograd.grad(objective.loss, list(weights.values()))
+            gradients = torch.autograd.grad(objective.loss, list(weights.values()), materialize_grads=True)
             norm = math.sqrt(sum(float(g.square().sum()) for g in gradients))
             shorter = min(1.0, args.max_grad_norm / norm)
             check_gradient(at, minibatch, {n: shorter * g for n, g in zip(weights, gradients, strict=True)}, 1e-5)
@@ -824,6 +835,7 @@ def by_conjugate_gradient(matrix: np.ndarray, b: np.ndarray, iters: int) -> np.n
 class PolicyStep(NamedTuple):
     theta: Tensor  # where it should lead
     step: Tensor  # from where it starts
+    worse: int  # candidates that are given up for the surrogate alone
     figures: dict[str, float]
 
 
@@ -858,6 +870,7 @@ def oracle_policy_step(args: Any, weights: Weights, rows: Rows) -> PolicyStep:
         "trpo/gradient_norm": float(np.linalg.norm(g)),
         "trpo/failures": 0.0,
     }
+    worse = 0
     for k in range(args.line_search_steps + 1):
         there = theta + args.line_search_decay**k * step
         pi = policy(there, rows.obs)
@@ -865,12 +878,14 @@ def oracle_policy_step(args: Any, weights: Weights, rows: Rows) -> PolicyStep:
         assert abs(kl / args.max_kl - 1) > 1e-3 and abs(improvement) > 1e-4, "too close to tell: take another seed"
         if kl <= args.max_kl and improvement > 0:
             break
+        worse += int(kl <= args.max_kl)
     else:
         raise AssertionError("no step passes: take another seed")
     logratios = pi.logprobs(rows.actions) - rows.logprobs
     return PolicyStep(
         there,
         step,
+        worse,
         figures
         | {
             "trpo/improvement": improvement,
@@ -897,6 +912,7 @@ def oracle_trpo(record: Record) -> Seen:
         check_order(where, args, iteration)
         found = oracle_policy_step(args, iteration.weights, rows)
         means = found.figures
+        seen.worse += found.worse
         now = iteration.minibatches[0].before
         moved = torch.cat([w.flatten() for name, w in now.items() if not name.startswith("critic.")])
         off = float((moved - found.theta).norm() / found.step.norm())
@@ -941,7 +957,8 @@ SEGMENT = {"num_envs": 2, "num_steps": 32, "num_minibatches": 4, "update_epochs"
 SHORT: dict[str, dict[str, Any]] = {  # limits of the norm between those of the gradients; policies that move fast
     "ppo_atari": GAMES | {"total_timesteps": 64, "max_episode_frames": 24, "learning_rate": 1e-3, "max_grad_norm": 2.5},
     "ppo_continuous": SEGMENT | {"env_id": "Drift-v0", "ent_coef": 0.02, "learning_rate": 5e-3, "max_grad_norm": 1.5},
-    "ppo_penalty": SEGMENT | {"env_id": "Drift-v0", "ent_coef": 0.02, "learning_rate": 5e-3, "max_grad_norm": 2.7},
+    "ppo_penalty": SEGMENT
+    | {"env_id": "Drift-v0", "ent_coef": 0.02, "learning_rate": 5e-3, "max_grad_norm": 2.7, "seed": 4},
     "trpo": SEGMENT | {"env_id": "Drift-v0", "ent_coef": 0.02, "cg_iters": 4, "max_kl": 0.3, "seed": 3},
 }
 PLAIN = {"norm_adv": False, "bootstrap_truncated": False}
@@ -996,6 +1013,8 @@ def test_beta_follows_the_kl_of_the_whole_batch_after_the_epochs(name: str, thre
 
 
 DENSE = {"cg_iters": 200, "cg_damping": 0.02, "ent_coef": 0.0}  # solved to the end
+DISCRETE = {"env_id": "DriftDiscrete-v0", "max_kl": 0.05, "seed": 4}
+FAR = {"env_id": "CartPole-v1", "fvp_subsample": 3, "cg_damping": 0.05, "max_kl": 1.0, "seed": 1}
 
 
 @pytest.mark.parametrize(
@@ -1003,12 +1022,16 @@ DENSE = {"cg_iters": 200, "cg_damping": 0.02, "ent_coef": 0.0}  # solved to the 
     [
         ("trpo", {}),
         ("trpo", DENSE),
-        ("trpo", DENSE | {"env_id": "DriftDiscrete-v0", "max_kl": 0.05}),
-        ("trpo", {"env_id": "CartPole-v1", "fvp_subsample": 3, "seed": 1}),
+        ("trpo", DENSE | DISCRETE),
+        ("trpo", FAR),
         ("trpo", PLAIN | {"env_id": "ShortPendulum-v0", "max_kl": 0.1}),
     ],
     ids=["trpo-gaussian", "trpo-dense", "trpo-dense-categorical", "trpo-cart-pole", "trpo-pendulum"],
 )
 def test_two_natural_steps_and_fits_of_values_by_hand(name: str, flags: dict[str, Any]) -> None:
+    """With whole steps and others that are shortened, for their KL or (in a region that is far too large) for their
+    surrogate alone."""
     seen = oracle_trpo(follow(MODULES[name], **(SHORT[name] | flags)))
-    assert flags or (seen.deaths and seen.cuts and min(seen.backtracks) == 0 < max(seen.backtracks))
+    assert "env_id" in flags or (seen.deaths and seen.cuts and max(seen.backtracks) > 0)
+    assert flags or min(seen.backtracks) == 0
+    assert flags is not FAR or seen.worse
