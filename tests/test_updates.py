@@ -1,8 +1,9 @@
 """Two iterations of training followed by hand: every row, gradient, step, statistic and logged figure of the scripts
 for control, against an oracle in float64 that is written from the papers and calls no function of the scripts.
 
-The scripts compute in float32. Rows are then right to about 1e-6 of their size, gradients to 1e-6 of their norm; the
-tolerances leave a factor of ten or more, and what a wrong pairing, sign or weight changes is a thousand times as large.
+The scripts compute in float32: rows are then right to 1e-6 of the largest, gradients to 1e-6 of their norm and steps to
+a few roundings of a weight. The tolerances leave a factor of ten, and what a wrong pairing, sign or weight changes is
+hundreds of times as large.
 """
 
 import functools
@@ -190,6 +191,7 @@ def follow(module: ModuleType, **flags: Any) -> Record:
 
 
 def watched_training(module: ModuleType, record: Record) -> None:
+    """Train with every function that passes something on replaced by one that also keeps it."""
     make_agent, minibatches, gae = module.Agent, module.minibatches, module.compute_gae
     end_iteration = module.Run.end_iteration
 
@@ -375,7 +377,7 @@ def policy_and_values(weights: Weights, obs: Tensor) -> tuple[Any, Tensor]:
 
 @dataclass
 class Played:
-    """The segments of both iterations as they should be stored: all [T, N, ...] of one iteration."""
+    """The segment of an iteration as it should be stored: all [T, N, ...]."""
 
     obs: np.ndarray
     successors: np.ndarray
@@ -573,10 +575,10 @@ def check_rows(where: str, record: Record, iteration: Iteration, played: Played)
     rows = oracle_rows(args, played, iteration.weights, actions)
 
     for index, batch in batches:
-        same(where + ", row {}'s observation is not its own", batch["obs"], rows.obs[index], 1e-5, index)
+        same(where + ", row {}'s observation is not its own", batch["obs"], rows.obs[index], 1e-6, index)
     (given,) = iteration.estimated
     given = {name: x.flatten(0, 1) for name, x in given.items()}
-    same(where + ", row {}'s reward is not that of its step", given["rewards"], rows.rewards, 1e-5)
+    same(where + ", row {}'s reward is not that of its step", given["rewards"], rows.rewards, 1e-6)
     same(where + ", row {}'s value is not that of its state", given["values"], rows.values, 1e-5)
     mine, true = given["next_values"] * rows.alive, rows.next_values * rows.alive
     same(where + ", row {}'s next value is not that of its true successor", mine, true, 1e-5)
@@ -637,14 +639,15 @@ class Adam:
             assert (off <= 0).all(), f"{where}: Adam's step of {name} is not what its gradient makes"
 
 
-def check_gradient(where: str, minibatch: Minibatch, want: Weights, tolerance: float) -> None:
-    """Each tensor's gradient to a part of the whole norm, so that small tensors count, too."""
+def check_gradient(where: str, minibatch: Minibatch, want: Weights) -> None:
+    """Each tensor's gradient to a part of the whole norm, and to one of its own, so that small tensors count, too."""
     got = minibatch.gradient
     assert got is not None and got.keys() == want.keys(), f"{where}: other parameters have gradients"
-    norm = float(sum(g.square().sum() for g in want.values())) ** 0.5
+    norm = math.sqrt(sum(float(g.square().sum()) for g in want.values()))
     for name, g in want.items():
-        off = float((got[name] - g).norm()) / norm
-        assert off < tolerance, f"{where}: the gradient of {name} is not that of its minibatch alone, by {off:.1e}"
+        off = float((got[name] - g).norm())
+        limit = min(1e-5 * norm, 2e-4 * float(g.norm()) + 5e-7 * norm)
+        assert off < limit, f"{where}: the gradient of {name} is not that of its minibatch alone, by {off / norm:.1e}"
 
 
 def check_weights(where: str, minibatch: Minibatch, now: Weights) -> None:
@@ -781,7 +784,7 @@ def oracle_ppo(record: Record) -> Seen:
             gradients = torch.autograd.grad(objective.loss, list(weights.values()), materialize_grads=True)
             norm = math.sqrt(sum(float(g.square().sum()) for g in gradients))
             shorter = min(1.0, args.max_grad_norm / norm)
-            check_gradient(at, minibatch, {n: shorter * g for n, g in zip(weights, gradients, strict=True)}, 1e-5)
+            check_gradient(at, minibatch, {n: shorter * g for n, g in zip(weights, gradients, strict=True)})
             adam.check(at, minibatch, rate)
             now = minibatch.after
             seen.long, seen.short = seen.long + (shorter < 1), seen.short + (shorter == 1)
@@ -932,7 +935,7 @@ def oracle_trpo(record: Record) -> Seen:
             loss = torch.stack([error**2 / 2 for error in errors]).mean()
             critic = {name: w for name, w in weights.items() if w.requires_grad}
             gradients = torch.autograd.grad(loss, list(critic.values()))
-            check_gradient(at, minibatch, dict(zip(critic, gradients, strict=True)), 1e-5)
+            check_gradient(at, minibatch, dict(zip(critic, gradients, strict=True)))
             adam.check(at, minibatch, args.learning_rate)
             losses.append(float(loss.detach()))
             now = minibatch.after
