@@ -1,6 +1,7 @@
 """Environments, rollouts and updates of the scripts for control, against books kept by hand; the edits that people make
 to a copy of a script; at the end what all scripts do in training."""
 
+import dataclasses
 import importlib.util
 import math
 import sys
@@ -20,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 every_control = pytest.mark.parametrize("name", CONTROL)
 every_box = pytest.mark.parametrize("name", BOXES)
 ONE_BATCH = {"num_minibatches": 1, "update_epochs": 1, "total_timesteps": 128}  # one iteration, one step of Adam
+FEW_ROWS = ONE_BATCH | {"num_steps": 16, "total_timesteps": 32}  # where frames need no more
 
 
 def envs(module: ModuleType, kind: str = "Trunc", num_envs: int = 2, **changes: Any) -> Any:
@@ -494,21 +496,55 @@ def test_atari_targets_bootstrap_a_cut_game(name: str, small_args, monkeypatch) 
 
 @pytest.mark.parametrize("name", ["ppo_atari"])
 def test_scores_logged_are_those_of_whole_games(name: str, small_args, monkeypatch) -> None:
-    """As AtariGames says them, neither clipped nor cut by a life, each once."""
+    """What the emulators pay, neither clipped nor cut by a life, is summed here from game to game: each game is logged
+    once, in the step that ends it, with its sum and its length."""
     atari = MODULES[name]
-    told = watch(monkeypatch, atari.AtariGames, "step", lambda args, result: result[-1])
-    args = small_args(atari, max_episode_frames=40, checkpoint_every=0)
+    make, heard, lives = atari.make_game, [], set()
+    steps = watch(monkeypatch, atari.AtariGames, "step", lambda *_: None)
+
+    def make_game(*args: Any, **view: Any) -> Any:
+        game, said = make(*args, **view), []
+        recv = game.recv
+
+        def keep() -> Any:
+            result = recv()
+            _, (reward,), (over,), (cut,), info = result
+            said.append((len(steps), float(reward), bool(over or cut)))
+            lives.add(int(info["lives"][0]))
+            return result
+
+        game.recv = keep
+        heard.append(said)
+        return game
+
+    monkeypatch.setattr(atari, "make_game", make_game)
+    monkeypatch.setattr(atari, "act", lambda agent, obs: (torch.randint(18, (3,)), torch.zeros(3), torch.zeros(3)))
+    monkeypatch.setattr(atari, "minibatches", lambda *_: iter([torch.arange(2)]))
+    many = {"env_id": "Berzerk", "num_envs": 3, "num_steps": 100, "num_minibatches": 1, "total_timesteps": 1200}
+    args = small_args(atari, max_episode_frames=700, checkpoint_every=0, **many)
     atari.train(args)
-    episodes = [episode for ended in told for episode in ended]
-    assert len(episodes) > 20 and logged(args, "charts/episodic_return") == [e.score for e in episodes]
-    assert set(logged(args, "charts/episodic_length")) == {10.0}
+    expected = []
+    for i, said in enumerate(heard):
+        score = 0.0
+        begin = 0
+        for t, reward, ends in said:
+            score += reward
+            if ends:
+                expected.append((3 * t + i + 1, score, t + 1 - begin))
+                score, begin = 0.0, t + 1
+    expected.sort()
+    shown = scalars(folder(args))
+    assert shown["charts/episodic_return"] == [(step, score) for step, score, _ in expected]
+    assert shown["charts/episodic_length"] == [(step, length) for step, _, length in expected]
+    steps_of, scores, lengths = map(set, zip(*expected, strict=True))
+    assert lives >= {1, 2, 3} and len(expected) > 4 and len(steps_of) > 3 and len(scores) > 2 and min(lengths) < 175
 
 
 @pytest.mark.parametrize("name", ["ppo_atari"])
 def test_frames_are_stored_in_bytes_and_a_rollout_is_small(name: str, small_args, monkeypatch) -> None:
     atari = MODULES[name]
     seen = batches(atari, monkeypatch)
-    atari.train(small_args(atari, total_timesteps=128, update_epochs=1))
+    atari.train(small_args(atari, **FEW_ROWS))
     assert seen[0]["obs"].dtype == torch.uint8
     default = atari.Args()
     assert default.num_steps * default.num_envs * seen[0]["obs"][0].nbytes < 40e6
@@ -552,7 +588,7 @@ def test_one_adam_holds_what_it_trains_and_its_first_step_is_right_by_hand(name:
 def test_the_learning_rate_falls_linearly(ppo, small_args, monkeypatch, anneal: bool) -> None:
     """As logged, and as Adam has it when it steps."""
     used = watch(monkeypatch, torch.optim.Adam, "step", lambda args, result: args[0].param_groups[0]["lr"])
-    args = small_args(ppo, anneal_lr=anneal, learning_rate=0.004, num_minibatches=1, update_epochs=1)
+    args = small_args(ppo, **FEW_ROWS | {"anneal_lr": anneal, "learning_rate": 0.004, "total_timesteps": 128})
     ppo.train(args)
     expected = [0.004, 0.003, 0.002, 0.001] if anneal else [0.004] * 4
     assert logged(args, "charts/learning_rate") == pytest.approx(expected) and used == pytest.approx(expected)
@@ -573,7 +609,7 @@ def test_each_step_takes_the_gradient_of_its_own_minibatch_alone(name: str, smal
     given = watch(monkeypatch, module, "value_loss" if name == "trpo" else "ppo_loss", own_gradient)
     taken = watch(monkeypatch, torch.optim.Adam, "step", lambda args, _: gradient_of(args[0]))
     free = {} if name == "trpo" else {"max_grad_norm": 1e6}
-    module.train(small_args(module, **ONE_BATCH | free | {"num_minibatches": 4, "update_epochs": 2}))
+    module.train(small_args(module, **FEW_ROWS | free | {"num_minibatches": 4, "update_epochs": 2}))
     assert len(taken) == 8
     for own, used in zip(given, taken, strict=False):
         torch.testing.assert_close(used, own, atol=1e-6, rtol=1e-4)
@@ -588,7 +624,7 @@ def test_only_gradients_that_are_too_long_are_shortened_and_none_is_turned(ppo, 
     for factor in (None, 0.5, 2.0):
         taken.clear()
         limit = factor * float(first[0].norm()) if factor else 1e6
-        ppo.train(small_args(ppo, total_timesteps=128, update_epochs=1, ent_coef=0.1, max_grad_norm=limit))
+        ppo.train(small_args(ppo, **FEW_ROWS, ent_coef=0.1, max_grad_norm=limit))
         first.append(taken[0])
     whole, half, again = first
     torch.testing.assert_close(half, 0.5 * whole, atol=1e-6, rtol=1e-3)
@@ -603,14 +639,14 @@ def test_minibatches_cover_the_batch_and_are_normalised_one_by_one(ppo, small_ar
     used = watch(monkeypatch, ppo, surrogate, lambda args, result: args[1].detach().clone())
     gae = watch(monkeypatch, ppo, "compute_gae", copies)
     seen = batches(ppo, monkeypatch)
-    ppo.train(small_args(ppo, total_timesteps=128, update_epochs=2, num_minibatches=4, norm_adv=norm_adv))
+    ppo.train(small_args(ppo, **FEW_ROWS | {"update_epochs": 2, "num_minibatches": 4, "norm_adv": norm_adv}))
     advantages, returns = (x.flatten().sort()[0] for x in gae[0][1])
     for epoch in (slice(0, 4), slice(4, 8)):
         torch.testing.assert_close(torch.cat([batch["returns"] for batch in seen[epoch]]).sort()[0], returns)
         if not norm_adv:
             torch.testing.assert_close(torch.cat(used[epoch]).sort()[0], advantages)
     for own in used[:8] if norm_adv else ():
-        assert len(own) == 32
+        assert len(own) == 8
         assert float(own.mean()) == pytest.approx(0, abs=1e-5)
         assert float(own.std(correction=0)) == pytest.approx(1, abs=0.01)
 
@@ -639,7 +675,7 @@ def test_epochs_end_before_the_step_that_goes_on(
 
     taken = watch(monkeypatch, torch.optim.Adam, "step")
     monkeypatch.setattr(ppo, "ppo_loss", tell)
-    args = small_args(ppo, total_timesteps=128, target_kl=0.01, update_epochs=1, num_minibatches=4)
+    args = small_args(ppo, **FEW_ROWS | {"target_kl": 0.01, "num_minibatches": 4})
     ppo.train(args)
     assert len(taken) == steps
     assert logged(args, "charts/minibatches") == [min(steps + 1, 4)]  # looked at
@@ -648,20 +684,21 @@ def test_epochs_end_before_the_step_that_goes_on(
 @pytest.mark.detail("12")
 @every_control
 def test_logged_metrics_by_numpy(name: str, small_args, monkeypatch) -> None:
-    """Explained variance of the values before the epochs; in PPO every loss as the mean over all minibatches."""
+    """Explained variance of the values before the epochs; every loss as the mean over all minibatches."""
     module = MODULES[name]
     gae = watch(monkeypatch, module, "compute_gae", copies)
-    looked_at = [] if name == "trpo" else watch(monkeypatch, module, "ppo_loss", stats_of)
+    loss = lambda _, result: {"losses/value_loss": float(result.detach())}
+    owner, keep = ("value_loss", loss) if name == "trpo" else ("ppo_loss", stats_of)
+    looked_at = watch(monkeypatch, module, owner, keep)
     args = small_args(module, total_timesteps=128, learning_rate=0.01)
-    metrics = module.train(args)
+    module.train(args)
     ((_, values, *_), (_, returns)) = gae[0]
     explained = 1 - np.var((returns - values).numpy()) / np.var(returns.numpy())
     assert logged(args, "losses/explained_variance")[0] == pytest.approx(explained, rel=1e-3, abs=1e-3)
     assert abs(explained - 0.5) > 0.05  # otherwise what is explained could be what is left
-    if name == "trpo":
-        return
-    minibatches = looked_at[: int(metrics["charts/minibatches"])]
-    assert len(minibatches) == args.num_minibatches * args.update_epochs
+    minibatches = looked_at[: args.num_minibatches * args.update_epochs]
+    if name != "trpo":
+        assert logged(args, "charts/minibatches") == [len(minibatches)]
     moved = 0.0
     for tag in minibatches[0].keys() - {"losses/kl"}:  # which is that of the whole batch after the epochs
         mean = np.mean([stats[tag] for stats in minibatches])
@@ -675,8 +712,9 @@ def test_before_the_first_update_the_ratio_is_1(ppo, small_args, monkeypatch) ->
     """The raw action is scored, as it was drawn: half of it is outside the box of an environment for vectors."""
     looked_at = watch(monkeypatch, ppo, "ppo_loss", stats_of)
     box = {} if ppo.__name__ == "ppo_atari" else {"env_id": "counting_envs:Box05-v0"}
-    ppo.train(small_args(ppo, **ONE_BATCH | box))
-    assert abs(looked_at[0]["losses/old_approx_kl"]) < 1e-5 and abs(looked_at[0]["losses/approx_kl"]) < 1e-5
+    ppo.train(small_args(ppo, **FEW_ROWS | box | {"update_epochs": 2, "learning_rate": 0.01, "max_grad_norm": 1e3}))
+    kinds = ("losses/old_approx_kl", "losses/approx_kl")
+    assert all(abs(looked_at[0][kind]) < 1e-5 < 1e-4 < abs(looked_at[1][kind]) for kind in kinds)
 
 
 def test_bf16_changes_no_more_than_rounding(ppo, small_args, monkeypatch) -> None:
@@ -685,12 +723,12 @@ def test_bf16_changes_no_more_than_rounding(ppo, small_args, monkeypatch) -> Non
     first = []
     for bf16 in (False, True):
         looked_at.clear()
-        ppo.train(small_args(ppo, total_timesteps=128, update_epochs=1, bf16=bf16))
+        ppo.train(small_args(ppo, **FEW_ROWS, bf16=bf16))
         first.append(looked_at[0])
     plain, rounded = first
     assert plain != rounded
     assert rounded["losses/entropy"] == pytest.approx(plain["losses/entropy"], rel=0.01)
-    assert rounded["losses/value_loss"] == pytest.approx(plain["losses/value_loss"], rel=0.5, abs=0.3)
+    assert rounded["losses/value_loss"] == pytest.approx(plain["losses/value_loss"], rel=0.05)
     assert abs(rounded["losses/approx_kl"]) < 0.02  # the ratio is 1 up to bfloat16 before any update
 
 
@@ -744,33 +782,22 @@ def test_beta_changes_between_iterations_and_only_if_it_may(
 # ----------------------------------------------------------------------------------------------------- odd numbers, log
 
 
-@every_box
-@pytest.mark.parametrize("kind", ["NanReward", "InfReward", "NanObs", "Vast"])
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")
-def test_numbers_that_are_not_finite_end_the_run_and_are_never_saved(name: str, small_args, kind: str) -> None:
-    """Also where a square alone is not finite."""
-    module = MODULES[name]
-    args = small_args(module, env_id=f"counting_envs:{kind}-v0", checkpoint_every=1, save_model=True)
-    with pytest.raises((module.RunError, AssertionError), match="--env-id|nan.* is outside Box"):
-        module.train(args)  # an observation that is NaN makes an action that this environment does not take
-    assert not list(folder(args).glob("*.pt*"))
-
-
 @every_control
 def test_weights_that_are_not_finite_are_never_saved(name: str, small_args, monkeypatch) -> None:
-    """A last step that spoils them comes after the last loss."""
+    """A last step that spoils them comes after the last loss; what was saved before it stays."""
     module = MODULES[name]
-    step = torch.optim.Adam.step
 
-    def spoiled(self: Any, *rest: Any) -> None:
-        step(self, *rest)
-        self.param_groups[0]["params"][-1].data.fill_(math.inf)
+    def spoil(args: Any, _: Any) -> None:
+        if len(steps) == 1:
+            args[0].param_groups[0]["params"][-1].data.fill_(math.inf)
 
-    monkeypatch.setattr(torch.optim.Adam, "step", spoiled)
-    args = small_args(module, **ONE_BATCH | {"save_model": True})
-    with pytest.raises(module.RunError, match="not saved"):
+    steps = watch(monkeypatch, torch.optim.Adam, "step", spoil)
+    args = small_args(module, **FEW_ROWS | {"total_timesteps": 64, "checkpoint_every": 1, "save_model": True})
+    with pytest.raises(module.RunError, match="not finite after iteration 2, which is not saved"):
         module.train(args)
-    assert not list(folder(args).glob("*.pt*"))
+    (path,) = folder(args).glob("*.pt*")
+    state = torch.load(path, weights_only=True)
+    assert state["iteration"] == 1 and all(x.isfinite().all() for x in state["agent"].values())
 
 
 @every_box
@@ -786,10 +813,11 @@ def test_odd_rewards_do_not_poison_the_run(name: str, small_args, kind: str, sco
 @every_box
 def test_an_episode_longer_than_a_rollout_is_credited_when_it_ends(name: str, small_args) -> None:
     module = MODULES[name]
-    args = small_args(module, env_id="counting_envs:Long-v0", num_steps=16)
+    long = {"env_id": "counting_envs:Hundred-v0", "total_timesteps": 192, "checkpoint_every": 0}
+    args = small_args(module, **FEW_ROWS | long)
     assert math.isnan(module.train(args)["episodic_return"]) and not logged(args, "charts/episodic_return")
-    long = {"num_envs": 1, "num_steps": 64, "total_timesteps": 3072, "checkpoint_every": 0}
-    assert module.train(small_args(module, env_id="counting_envs:Long-v0", **long))["episodic_return"] == 3000
+    args = dataclasses.replace(args, total_timesteps=224)
+    assert module.train(args)["episodic_return"] == 100 and logged(args, "charts/episodic_return") == [100] * 2
 
 
 @every_box
@@ -803,18 +831,6 @@ def test_every_episode_is_logged_once_also_when_several_end_in_one_step(name: st
     assert logged(args, "charts/episodic_length") == [5.0] * len(scores)
     assert list(steps) == sorted(set(steps))
     assert steps[:8] == (17, 18, 19, 20, 37, 38, 39, 40)  # the fifth step of four environments, then the tenth
-
-
-@every_control
-def test_a_metric_out_of_its_healthy_range_is_said_once_with_its_meaning(
-    name: str, small_args, monkeypatch, capsys
-) -> None:
-    module = MODULES[name]
-    table = (("losses/entropy", 100, 200, "too low, --ent-coef"), ("losses/value_loss", 0, 1e9, "nothing"))
-    monkeypatch.setattr(module, "HEALTHY", table)
-    module.train(small_args(module, num_envs=1, num_steps=4, num_minibatches=1, update_epochs=1, total_timesteps=56))
-    lines = [line for line in capsys.readouterr().out.splitlines() if "--ent-coef" in line or "nothing" in line]
-    assert len(lines) == 1 and lines[0].startswith("step 44: losses/entropy is ")  # after ten iterations of beginning
 
 
 # ------------------------------------------------------------------------------------------------- edits of one's own
@@ -893,7 +909,7 @@ def test_a_metric_of_one_s_own_that_is_nan_once_does_not_end_the_run(
     end = "        run.end_iteration(metrics)\n"
     own = '        metrics["charts/own"] = float("nan") if iteration == 1 else iteration * 1.0\n'
     module = edited(name, tmp_path, monkeypatch, (end, own + end))
-    args = small_args(module, checkpoint_every=1)
+    args = small_args(module, num_steps=16, total_timesteps=128, checkpoint_every=1)
     module.train(args)
     values = logged(args, "charts/own")
     assert values[0] == 0 and math.isnan(values[1]) and values[2:] == [2, 3]
@@ -940,7 +956,9 @@ def unwatched(function: Any) -> Any:
 def test_no_float64_reaches_the_device(name: str, small_args, monkeypatch) -> None:
     """Which Apple's GPUs do not have; the simulator's observations and the statistics are of that type."""
     module = MODULES[name]
-    changes: dict[str, Any] = {"total_episodes": 128} if name == "rlhf_ppo_gpt2" else {"total_timesteps": 128}
+    changes: dict[str, Any] = {"total_timesteps": 128}
+    if name == "rlhf_ppo_gpt2":
+        changes = {"batch_size": 16, "total_episodes": 16, "sft_size": 32, "num_pairs": 20, "fit_batch_size": 16}
     if name in BOXES:
         changes["env_id"] = "Pendulum-v1"
         for owner, method in ((module.RunningMeanStd, "__init__"), (module.Run, "end_iteration")):
@@ -957,6 +975,43 @@ def test_one_sample_is_a_batch(name: str, small_args, recwarn: Any) -> None:
     args = small_args(module, num_minibatches=1, **(small or {"num_envs": 1, "num_steps": 1, "total_timesteps": 4}))
     assert math.isfinite(module.train(args)["losses/value_loss"])
     assert not [w for w in recwarn if "degrees of freedom" in str(w.message)]
+
+
+def begun(module: Any, args: Any) -> Any:
+    """A run of two weights, without anything that trains them."""
+    network = torch.nn.Linear(1, 1)
+    parts = {"agent": network, "optimizer": torch.optim.Adam(network.parameters())}
+    if module.__name__ != "rlhf_ppo_gpt2":
+        return module.Run(args, **parts)
+    run = module.Run(args, torch.device("cpu"), None)
+    run.begin(**parts)
+    return run
+
+
+@pytest.mark.parametrize("side", ["below", "above"])
+def test_each_metric_out_of_its_healthy_range_is_said_once_and_not_in_the_beginning(
+    name: str, small_args, capsys, side: str
+) -> None:
+    """One after the other leaves its range for good, the first in iteration 9; none is spoken of before the 11th."""
+    module = MODULES[name]
+    args = small_args(module, checkpoint_every=0, **{BUDGET[name].removeprefix("--").replace("-", "_"): 128 * 99})
+    run = begun(module, args)
+    others = dict.fromkeys(("charts/proxy", "charts/beta", "charts/episodic_return"), 0.0)
+    expected = []
+    for iteration in range(1, 13 + len(module.HEALTHY)):
+        metrics = dict(others)
+        for row, (tag, low, high, meaning) in enumerate(module.HEALTHY):
+            margin = 0.04 * max(1, high - low)
+            bound, outwards = (low, -margin) if side == "below" else (high, margin)
+            outside = bound + outwards
+            metrics[tag] = outside if iteration >= 9 + row else bound - outwards / 2
+            if iteration == max(11, 9 + row):
+                expected.append(f"step {128 * iteration:,}: {tag} is {outside:.3g}: {meaning}")
+        run.end_iteration(metrics)
+    run.close()
+    meanings = [meaning for *_, meaning in module.HEALTHY]
+    said = [line for line in capsys.readouterr().out.splitlines() if any(meaning in line for meaning in meanings)]
+    assert said == expected and len(said) == len(meanings)
 
 
 @pytest.mark.gpu
@@ -993,7 +1048,7 @@ def test_the_logged_gold_is_the_judge_s_and_not_the_reward_model_s(small_args, m
     """A judge that says 0.125 of every answer: so do training and evaluation, not the reward model."""
     rlhf = MODULES["rlhf_ppo_gpt2"]
     monkeypatch.setattr(rlhf.Task, "gold", lambda self, responses: torch.full((len(responses.tokens),), 0.125))
-    args = small_args(rlhf, eval_every=1)
+    args = small_args(rlhf, batch_size=16, total_episodes=32, eval_every=1, self_check=False)
     rlhf.train(args)
     for gold, proxy in (("charts/gold", "charts/proxy"), ("eval/gold", "eval/proxy")):
         assert set(logged(args, gold)) == {0.125} and 0.125 not in logged(args, proxy)
