@@ -379,12 +379,12 @@ def test_each_row_pairs_what_belongs_to_one_step(name: str, small_args, monkeypa
     gae = watch(monkeypatch, module, "compute_gae", copies)
     seen = batches(module, monkeypatch)
     fits = watch(monkeypatch, module, "value_loss", lambda args, result: (args[0].detach().clone(), args[-1]))
-    args = small_args(module, **ONE_BATCH | {"num_minibatches": 4, "learning_rate": 0.0, "norm_adv": False})
+    args = small_args(module, **FEW_ROWS | {"num_minibatches": 4, "learning_rate": 0.0, "norm_adv": False})
     module.train(args)
     ((_, values, *_), (advantages, returns)) = gae[0]
-    assert len(returns.unique()) == returns.numel() == 128
+    assert len(returns.unique()) == returns.numel() == 32
     truth = {"values": values, "advantages": advantages, "returns": returns}
-    for key, recorded in zip(("obs", "actions"), zip(*acted_on[-64:], strict=True), strict=True):
+    for key, recorded in zip(("obs", "actions"), zip(*acted_on[-16:], strict=True), strict=True):
         truth[key] = torch.from_numpy(np.stack(recorded))
     truth = {key: x.flatten(0, 1) for key, x in truth.items()}
     step_of = lambda some: (some[:, None] == truth["returns"]).int().argmax(1)
@@ -401,10 +401,10 @@ def test_each_row_pairs_what_belongs_to_one_step(name: str, small_args, monkeypa
                     policy = torch.distributions.Independent(Normal(policy, agents[0].actor_logstd.exp()), 1)
                 expected = policy.log_prob(batch["actions"])
             torch.testing.assert_close(batch["logprobs"], expected, atol=1e-4, rtol=1e-4)
-    assert sorted(used) == list(range(128))
+    assert sorted(used) == list(range(32))
     if name == "trpo":  # whose value network is fitted by itself
         index = [step_of(returns) for _, returns in fits]
-        assert sorted(torch.cat(index).tolist()) == list(range(128))
+        assert sorted(torch.cat(index).tolist()) == list(range(32))
         for (new_values, _), rows in zip(fits, index, strict=True):
             torch.testing.assert_close(new_values, truth["values"][rows], atol=1e-5, rtol=1e-5)
 
@@ -573,7 +573,7 @@ def test_one_adam_holds_what_it_trains_and_its_first_step_is_right_by_hand(name:
 
     monkeypatch.setattr(torch.optim.Adam, "step", watched)
     agents = watch(monkeypatch, module, "Agent")
-    module.train(small_args(module, **ONE_BATCH | {"learning_rate": 0.1}))
+    module.train(small_args(module, **FEW_ROWS | {"learning_rate": 0.1}))
     ((parts, gradient, change),) = moved
     trained = agents[0].critic if name == "trpo" else agents[0]
     assert [id(p) for p in parts] == [id(p) for p in trained.parameters()]
