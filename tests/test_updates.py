@@ -322,6 +322,10 @@ class Normals(NamedTuple):
     def entropy(self) -> Tensor:
         return self.library().entropy().sum(-1).mean()
 
+    def variance(self) -> Tensor:
+        """Of log-probabilities of its own actions, mean over rows: 1/2 for each component."""
+        return real(self.logstd.numel() / 2)
+
     def kl(self, new: "Normals") -> Tensor:
         return kl_divergence(self.library(), new.library()).sum(-1).mean()
 
@@ -340,6 +344,10 @@ class Choices(NamedTuple):
 
     def entropy(self) -> Tensor:
         return -(self.logs().exp() * self.logs()).sum(-1).mean()
+
+    def variance(self) -> Tensor:
+        weighted = self.logs().exp() * self.logs()
+        return ((weighted * self.logs()).sum(-1) - weighted.sum(-1).square()).mean()
 
     def kl(self, new: "Choices") -> Tensor:
         return (self.logs().exp() * (self.logs() - new.logs())).sum(-1).mean()
@@ -573,6 +581,12 @@ def check_rows(where: str, record: Record, iteration: Iteration, played: Played)
     sent = actions if record.envs is None else actions.clip(real(record.envs.low), real(record.envs.high))
     same(where + ", row {}'s action is not what its environment got", sent, executed, 1e-6)
     rows = oracle_rows(args, played, iteration.weights, actions)
+    if {row for index, _ in batches for row in index} == {*everywhere}:
+        surprise = abs(float(rows.logprobs.mean() + rows.old.entropy()))
+        error = math.sqrt(float(rows.old.variance()) / len(everywhere))
+        assert surprise < 4.5 * error, (
+            f"{where}: actions are not drawn by the policy that plays, by {surprise / error:.0f} σ"
+        )
 
     for index, batch in batches:
         same(where + ", row {}'s observation is not its own", batch["obs"], rows.obs[index], 1e-6, index)
@@ -965,10 +979,11 @@ SHORT: dict[str, dict[str, Any]] = {  # limits of the norm between those of the 
     "trpo": SEGMENT | {"env_id": "Drift-v0", "ent_coef": 0.02, "cg_iters": 4, "max_kl": 0.3, "seed": 3},
 }
 PLAIN = {"norm_adv": False, "bootstrap_truncated": False}
+PENDULUM = {"env_id": "ShortPendulum-v0", "anneal_lr": False, "learning_rate": 0.02}  # far from one policy to the next
 SWITCHED: dict[str, dict[str, Any]] = {  # other environments, and every switch off
     "ppo_atari": PLAIN | {"env_id": "Pong", "clip_vloss": False, "anneal_lr": False, "sticky_actions": 0.25},
-    "ppo_continuous": PLAIN | {"env_id": "ShortPendulum-v0", "clip_vloss": False, "anneal_lr": False},
-    "ppo_penalty": PLAIN | {"env_id": "ShortPendulum-v0", "adaptive_beta": False, "beta": 0.7, "anneal_lr": False},
+    "ppo_continuous": PLAIN | PENDULUM | {"clip_vloss": False},
+    "ppo_penalty": PLAIN | PENDULUM | {"adaptive_beta": False, "beta": 0.7},
 }
 every_ppo = pytest.mark.parametrize("name", PPO)
 
