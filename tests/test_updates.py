@@ -176,7 +176,7 @@ def scramble(agent: Any) -> None:
         if p.ndim == 1:
             p.data += 0.3 * torch.randn(p.shape, generator=draws)
         elif not hasattr(agent, "actor_mean"):
-            nn.init.orthogonal_(p, 5 if name == "actor.weight" else 1.5, generator=draws)
+            nn.init.orthogonal_(p, 2.5 if name == "actor.weight" else 1.5, generator=draws)
 
 
 def follow(module: ModuleType, **flags: Any) -> Record:
@@ -584,7 +584,7 @@ def check_rows(where: str, record: Record, iteration: Iteration, played: Played)
     if {row for index, _ in batches for row in index} == {*everywhere}:
         surprise = abs(float(rows.logprobs.mean() + rows.old.entropy()))
         error = math.sqrt(float(rows.old.variance()) / len(everywhere))
-        assert surprise < 4.5 * error, (
+        assert surprise < 3.5 * error, (
             f"{where}: actions are not drawn by the policy that plays, by {surprise / error:.0f} σ"
         )
 
@@ -892,12 +892,12 @@ def oracle_policy_step(args: Any, weights: Weights, rows: Rows) -> PolicyStep:
         there = theta + args.line_search_decay**k * step
         pi = policy(there, rows.obs)
         kl, improvement = float(rows.old.kl(pi)), float(surrogate(there) - surrogate(theta))
-        assert abs(kl / args.max_kl - 1) > 1e-3 and abs(improvement) > 1e-4, "too close to tell: take another seed"
+        assert abs(kl / args.max_kl - 1) > 1e-3 and abs(improvement) > 1e-4, "too close to tell with this seed"
         if kl <= args.max_kl and improvement > 0:
             break
         worse += int(kl <= args.max_kl)
     else:
-        raise AssertionError("no step passes: take another seed")
+        raise AssertionError("no step passes with this seed")
     logratios = pi.logprobs(rows.actions) - rows.logprobs
     return PolicyStep(
         there,
@@ -969,10 +969,10 @@ def oracle_trpo(record: Record) -> Seen:
 # ---------------------------------------------------------------------------------------------------------------- tests
 
 
-GAMES = {"env_id": "Breakout", "num_envs": 2, "num_steps": 16, "num_minibatches": 2, "update_epochs": 2}
+GAMES = {"env_id": "Breakout", "num_envs": 2, "num_steps": 16, "num_minibatches": 2, "update_epochs": 3}
 SEGMENT = {"num_envs": 2, "num_steps": 32, "num_minibatches": 4, "update_epochs": 3, "total_timesteps": 128}
 SHORT: dict[str, dict[str, Any]] = {  # limits of the norm between those of the gradients; policies that move fast
-    "ppo_atari": GAMES | {"total_timesteps": 64, "max_episode_frames": 24, "learning_rate": 1e-3, "max_grad_norm": 2.5},
+    "ppo_atari": GAMES | {"total_timesteps": 64, "max_episode_frames": 24, "learning_rate": 2e-3, "max_grad_norm": 2.5},
     "ppo_continuous": SEGMENT | {"env_id": "Drift-v0", "ent_coef": 0.02, "learning_rate": 5e-3, "max_grad_norm": 1.5},
     "ppo_penalty": SEGMENT
     | {"env_id": "Drift-v0", "ent_coef": 0.02, "learning_rate": 5e-3, "max_grad_norm": 2.7, "seed": 4},
@@ -985,6 +985,7 @@ SWITCHED: dict[str, dict[str, Any]] = {  # other environments, and every switch 
     "ppo_continuous": PLAIN | PENDULUM | {"clip_vloss": False},
     "ppo_penalty": PLAIN | PENDULUM | {"adaptive_beta": False, "beta": 0.7},
 }
+UNMET = "the run is right, but has not met all that it should with this seed"
 every_ppo = pytest.mark.parametrize("name", PPO)
 
 
@@ -997,8 +998,8 @@ def first_run(name: str) -> Seen:
 def test_two_iterations_by_hand(name: str) -> None:
     """With gradients that are shortened and others that are not, and ratios and values within and beyond their clip."""
     seen = first_run(name)
-    assert seen.deaths and seen.cuts and seen.long and seen.short
-    assert name == "ppo_penalty" or (seen.ratios and seen.values)
+    assert seen.deaths and seen.cuts and seen.long and seen.short, UNMET
+    assert name == "ppo_penalty" or (seen.ratios and seen.values), UNMET
 
 
 @every_ppo
@@ -1050,6 +1051,6 @@ def test_two_natural_steps_and_fits_of_values_by_hand(name: str, flags: dict[str
     """With whole steps and others that are shortened, for their KL or (in a region that is far too large) for their
     surrogate alone."""
     seen = oracle_trpo(follow(MODULES[name], **(SHORT[name] | flags)))
-    assert "env_id" in flags or (seen.deaths and seen.cuts and max(seen.backtracks) > 0)
-    assert flags or min(seen.backtracks) == 0
-    assert flags is not FAR or seen.worse
+    assert "env_id" in flags or (seen.deaths and seen.cuts and max(seen.backtracks) > 0), UNMET
+    assert flags or min(seen.backtracks) == 0, UNMET
+    assert flags is not FAR or seen.worse, UNMET
