@@ -20,6 +20,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
+import test_rlhf as answers
 import torch
 import torch.distributed as dist
 import tyro
@@ -38,7 +39,6 @@ from conftest import (
     scalars,
 )
 from test_control import as_they_are, playing, watch
-from test_rlhf import PROMPTS, args, gpt2, random_tokens, scorer
 from torch.distributions import Categorical
 
 gym.register(id="Swing-v0", entry_point="gymnasium.envs.classic_control:PendulumEnv", max_episode_steps=9)
@@ -226,10 +226,10 @@ def test_two_processes_have_the_statistics_of_one(name: str, tmp_path: Path) -> 
 
 
 def gradient_on_texts(module: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    agent = module.Agent(gpt2(vocabulary=12), scorer(gpt2(vocabulary=12, seed=3)))
+    agent = module.Agent(answers.gpt2(vocabulary=12), answers.scorer(answers.gpt2(vocabulary=12, seed=3)))
     torch.manual_seed(5)
-    responses, _ = module.sample_responses(args(), agent.policy, PROMPTS, 0)
-    per_token = random_tokens(responses)
+    responses, _ = module.sample_responses(answers.args(), agent.policy, answers.PROMPTS, 0)
+    per_token = answers.random_tokens(responses)
     white = module.masked_whiten(per_token["advantages"], responses.real)  # of all, as each process holds all here
     mine = torch.arange(8)[module.RANK :: module.WORLD]  # with unequal numbers of tokens
     part = responses.rows(mine)
@@ -237,7 +237,7 @@ def gradient_on_texts(module: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor
     whitened = module.masked_whiten(shares["advantages"], part.real)
     torch.testing.assert_close(whitened, white[mine][:, : part.real.shape[1]], atol=1e-5, rtol=0)
     optimizer = torch.optim.Adam(agent.parameters(), 1e-3)
-    whole = args(num_minibatches=1, update_epochs=1, max_grad_norm=1e9)
+    whole = answers.args(num_minibatches=1, update_epochs=1, max_grad_norm=1e9)
     history = module.update(whole, agent, optimizer, part, shares)
     flat = torch.cat([p.grad.flatten() for p in agent.parameters() if p.grad is not None])
     return flat, {name: module.global_mean(x.detach()) for name, x in history[0].items()}
@@ -454,8 +454,9 @@ def test_a_lost_process_ends_the_others(name: str, lost: int, tmp_path: Path) ->
         )
         for rank in (0, 1)
     ]
+    done = lambda: [torch.load(path, weights_only=True)["iteration"] for path in tmp_path.glob("runs/*/checkpoint.pt")]
     try:
-        while not list(tmp_path.glob("runs/*/checkpoint.pt")):
+        while not any(done()):
             assert all(process.poll() is None for process in ranks)
             time.sleep(0.05)
         os.kill(ranks[lost].pid, signal.SIGKILL)
@@ -464,8 +465,8 @@ def test_a_lost_process_ends_the_others(name: str, lost: int, tmp_path: Path) ->
         for process in ranks:
             process.kill()
             process.wait()
-    (path,) = tmp_path.glob("runs/*/checkpoint.pt")
-    assert torch.load(path, weights_only=True)["iteration"] >= 1
+    (iterations,) = done()
+    assert iterations >= 1
 
 
 if __name__ == "__main__":
