@@ -8,8 +8,9 @@ constant moved, an argument dropped or exchanged with its neighbour, a condition
 that start processes (`PROCESSES`) run at the end, for the changes that all others have let pass.
 Out of scope is what reads and refuses flags and files, words, and annotations (see `OUT`).
 
-Only tests that can notice are run: they pass on the script as it is, and fail once all its functions in scope raise.
-Tests of texts and of speed are no judges of behaviour, and `LEFT_OUT` names slow ones that others make up for.
+Only tests that can notice are run: they pass on the script as it is, and unless they are quick they fail once all its
+functions in scope raise. Tests of texts and of speed are no judges of behaviour, and `LEFT_OUT` names slow ones that
+others make up for.
 """
 
 import argparse
@@ -32,7 +33,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from xml.etree import ElementTree
 
-from conftest import IMPORTED, ROOT, SCRIPTS, TESTS, forked, left_in
+from conftest import GAUSSIAN, IMPORTED, ROOT, SCRIPTS, TESTS, forked, left_in
 from test_mutations import BEHAVIOUR, IMPORTED_TOO, ONLY
 
 OUT = set(  # functions and names that read and refuse flags and files
@@ -41,9 +42,9 @@ OUT = set(  # functions and names that read and refuse flags and files
 )
 WORDS = {"print", "write", "say", "UsageError", "RunError"}  # calls whose arguments are for people
 PROCESSES = {"test_ranks.py", "test_rlhf_runs.py", "test_runs.py"}  # runs as users have them: seconds each
+RANGES = "test_house.py::test_the_ranges_of_the_readme_are_those_of_the_scripts"  # the one that looks at numbers
 NO_JUDGES = {"test_benchmarks.py", "test_faults.py", "test_house.py", "test_mutations.py"}
 LEFT_OUT = {  # part of a test's name -> why
-    "test_learning": "minutes each; an update that is wrong differs from its oracle long before it fails to learn",
     "test_help_explains": "looks at the text",
     "SIGINT": "both signals take the same path; with SIGTERM these tests are run",
     "a_signal_after_the_end": "a race that hardly any change can lose",
@@ -52,7 +53,25 @@ LEFT_OUT = {  # part of a test's name -> why
     "test_a_killed_worker": "gymnasium's part",
     "likely-": "the reloaded policy is tested in memory, too",
 }
-EQUIVALENT: list[tuple[str, str, str, str]] = []  # script, old line, new line, why nothing can tell them apart
+SQUARED = "(a - b)² = (b - a)², bit for bit, and so are the gradients"
+EQUIVALENT = [  # script, old line, new line, why nothing can tell them apart
+    (
+        script,
+        f'{line} = gaussian_logprob(batch["actions"], means, agent.actor_logstd){rest}',
+        f'{line} = gaussian_logprob(means, batch["actions"], agent.actor_logstd){rest}',
+        SQUARED,
+    )
+    for script in GAUSSIAN
+    for line, rest in (("logratio", ' - batch["logprobs"]'), ('batch["logprobs"]', ""))
+]
+EQUIVALENT.append(
+    (
+        "trpo",
+        "return gaussian_logprob(actions, self.outputs, self.logstd)",
+        "return gaussian_logprob(self.outputs, actions, self.logstd)",
+        SQUARED,
+    )
+)
 
 SYMBOLS: dict[type[ast.AST], str] = {
     ast.Add: "+",
@@ -84,6 +103,7 @@ PAIRED = ["+ -", "* /", "& |", "and or", "< <=", "> >=", "== !="]
 SWAPPED = {a: b for pair in PAIRED for a, b in (pair.split(), pair.split()[::-1])}
 SWAPPED |= {"//": "*", "%": "//", "**": "*", "is": "is not", "is not": "is", "in": "not in", "not in": "in"}
 REMOVABLE = ast.Assign | ast.AugAssign | ast.AnnAssign | ast.Expr | ast.Return | ast.Raise | ast.Break | ast.Continue
+QUICK = 0.5  # seconds that a test may take whether it can notice or not
 SECONDS = 120  # at least, until a test counts as hanging
 
 
@@ -315,6 +335,7 @@ def that_can_notice(script: str, source: Source, tree: Path, processes: bool, po
     """The tests that a change of the script can turn red, the quickest first."""
     files = [path.name for path in sorted((tree / "tests").glob("test_*.py")) if path.name not in NO_JUDGES]
     files = [name for name in files if script in ONLY.get(name, SCRIPTS) and (name in PROCESSES) == processes]
+    files += [] if processes else [RANGES]
     others = " or ".join(name for name in SCRIPTS if name != script)
     arguments = [*(f"tests/{name}" for name in files), "-k", f"not ({others} or {' or '.join(LEFT_OUT)})"]
     jobs = [Job(tree, script, text, arguments, 600) for text in (source.text, source.raising())]
@@ -323,7 +344,8 @@ def that_can_notice(script: str, source: Source, tree: Path, processes: bool, po
         if case.outcome not in ("passed", "skipped"):
             print(f"fails without any change, so it judges nothing: {case.test}: {case.message[:300]}")
     failed = {case.test for case in raising if case.outcome not in ("passed", "skipped")}
-    able = sorted((case for case in plain if case.outcome == "passed" and case.test in failed), key=lambda x: x.seconds)
+    able = [case for case in plain if case.outcome == "passed" and (case.test in failed or case.seconds < QUICK)]
+    able.sort(key=lambda case: case.seconds)
     total = sum(case.seconds for case in able)
     print(f"{' '.join(files)}: {seconds:.0f} s, {total:.0f} s of them {len(able)} tests that can notice", flush=True)
     return able
