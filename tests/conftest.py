@@ -1,10 +1,10 @@
 """Helpers of the tests: load a script as a module, run it as a user does, read what it logged."""
 
 import dataclasses
-import functools
 import importlib.util
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -73,9 +73,13 @@ for line in sys.stdin:
     child = os.fork()
     if not child:
         break
+    print(child, flush=True)
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 else:
     os._exit(0)
+if job["session"]:
+    os.setsid()
+signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs inherit that it is ignored
 signal.alarm(job["timeout"])
 os.chdir(job["cwd"])
 os.environ |= job["env"]
@@ -92,23 +96,62 @@ IMPORTED = """ale_py.vector_env, gymnasium, numpy, torch, tqdm, transformers, ty
     transformers.models.gpt2.modeling_gpt2"""
 
 
-@functools.cache
-def server(modules: str) -> subprocess.Popen[str]:
-    """A process that has imported modules, and forks one that runs a script or module for each line it is sent."""
-    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    source = SERVER.replace("{modules}", " ".join(modules.split()))
-    return subprocess.Popen([sys.executable, "-c", source], env=environment(), **pipes)
+class Forked:
+    """A script or module with its arguments, in a fork of a process that has imported modules: it starts at once.
+
+    `send_signal`, `poll`, `wait` and `pid` are as those of subprocess.Popen; `output` has all that it prints.
+    """
+
+    servers: dict[str, list[subprocess.Popen[bytes]]] = {}  # those that wait for work, by what they have imported
+
+    def __init__(
+        self,
+        argv: list[str],
+        cwd: Path,
+        outputs: list[Path],
+        timeout: int = 400,
+        modules: str = IMPORTED,
+        env: dict[str, str] | None = None,
+        session: bool = False,
+    ):
+        self.output = outputs[0]
+        self.output.touch()
+        self.returncode: int | None = None
+        self.idle = self.servers.setdefault(modules, [])
+        self.server = self.idle.pop() if self.idle else self.start_server(modules)
+        job = {"argv": argv, "cwd": str(cwd), "env": env or {}, "timeout": timeout, "session": session}
+        assert self.server.stdin and self.server.stdout
+        self.answers = self.server.stdout
+        self.server.stdin.write(json.dumps(job | {"outputs": [*map(str, outputs)]}).encode() + b"\n")
+        self.pid = int(self.answers.readline())
+
+    @staticmethod
+    def start_server(modules: str) -> subprocess.Popen[bytes]:
+        source = SERVER.replace("{modules}", " ".join(modules.split()))
+        command = [sys.executable, "-c", source]
+        return subprocess.Popen(command, bufsize=0, env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+    def wait(self) -> int:
+        if self.returncode is None:
+            self.returncode = int(self.answers.readline())
+            self.idle.append(self.server)
+        return self.returncode
+
+    def poll(self) -> int | None:
+        ended = self.returncode is None and select.select([self.answers], [], [], 0)[0]
+        return self.wait() if ended else self.returncode
+
+    def send_signal(self, sign: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, sign)
+
+    def text(self) -> str:
+        return self.output.read_text()
 
 
 def forked(argv: list[str], cwd: Path, outputs: list[Path], timeout: int, modules: str = IMPORTED, **env: str) -> int:
-    """The exit status of a script or module with its arguments, run in a fork, which saves the seconds of imports."""
-    paths = [*map(str, outputs)]
-    process = server(modules)
-    assert process.stdin and process.stdout
-    job = {"argv": argv, "cwd": str(cwd), "env": env, "timeout": timeout, "outputs": paths}
-    process.stdin.write(json.dumps(job) + "\n")
-    process.stdin.flush()
-    return int(process.stdout.readline())
+    """The exit status of a script or module with its arguments, run in a fork."""
+    return Forked(argv, cwd, outputs, timeout, modules, env).wait()
 
 
 def run(name: str, *flags: Any, cwd: Path, timeout: int = 400, **options: Any) -> subprocess.CompletedProcess[str]:

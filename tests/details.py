@@ -156,7 +156,7 @@ def scripts() -> list[Path]:
 
 
 def marks(path: Path) -> dict[str, list[str]]:
-    """Mark -> qualified names of the functions and classes whose comments or docstrings bear it."""
+    """Mark -> qualified names of the functions, classes and constants whose comments or docstrings bear it."""
     source = path.read_text()
     spans = []  # (first line, last line, qualified name), outer before inner
     found: dict[str, list[str]] = defaultdict(list)
@@ -169,6 +169,8 @@ def marks(path: Path) -> dict[str, list[str]]:
                 for mark in MARK.findall(ast.get_docstring(child) or ""):
                     found[mark].append(name)
                 visit(child, f"{name}.")
+            elif isinstance(child, ast.AnnAssign) and isinstance(node, ast.Module):
+                spans.append((child.lineno, child.end_lineno or 0, ast.unparse(child.target)))
 
     visit(ast.parse(source), "")
     for token in tokenize.generate_tokens(io.StringIO(source).readline):

@@ -13,18 +13,16 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import BUDGET, GAUSSIAN, command, environment, left_in, run, scalars
-from test_runs import TOTAL, assert_nothing_lost, assert_same_run, launch
+from conftest import BUDGET, GAUSSIAN, Forked, command, environment, left_in, run, scalars
+from test_runs import TOTAL, assert_nothing_lost, assert_same_run, launch, wait_for
 
 pytestmark = pytest.mark.faults
 
 
-def start(name: str, cwd: Path) -> subprocess.Popen[str]:
+def start(name: str, cwd: Path) -> Forked:
     """A run with a checkpoint every second iteration, once it has said where it writes."""
     process = launch(name, cwd, "--checkpoint-every", 2, BUDGET[name], TOTAL.get(name, 6400))
-    assert process.stdout
-    while "saved every" not in process.stdout.readline():
-        assert process.poll() is None, process.communicate()[0]
+    wait_for(process, lambda: "saved every" in process.text())
     return process
 
 
@@ -38,8 +36,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory):
             cwd = tmp_path_factory.mktemp(name)
             process = start(name, cwd)
             begin = time.time()
-            output, _ = process.communicate(timeout=400)
-            assert process.returncode == 0, output
+            assert process.wait() == 0, process.text()
             known[name] = next(cwd.glob("runs/*")), time.time() - begin
         return known[name]
 
@@ -57,11 +54,12 @@ def test_a_run_stopped_at_any_moment_is_whole_once_resumed(
         process = start(name, tmp_path)
         time.sleep(when * seconds)
         process.send_signal(sign)
-        output, _ = process.communicate(timeout=200)
-        if process.returncode:
+        if process.wait():
             break
         when *= 0.7
         shutil.rmtree(tmp_path / "runs")
+        process.output.unlink()
+    output = process.text()
     assert process.returncode == (-9 if sign == signal.SIGKILL else 130), output
     (folder,) = (tmp_path / "runs").iterdir()
     if sign != signal.SIGKILL:
