@@ -66,8 +66,9 @@ def command(name: str, *flags: Any) -> list[str]:
 
 
 SERVER = """
-import json, os, runpy, signal, sys
+import gc, json, os, resource, runpy, signal, sys
 import {modules}
+gc.freeze()  # or each child would copy all that has been imported when it ends: a second each
 for line in sys.stdin:
     job = json.loads(line)
     child = os.fork()
@@ -80,6 +81,9 @@ else:
 if job["session"]:
     os.setsid()
 signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs inherit that it is ignored
+if job["limit"]:
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (job["limit"], job["limit"]))
 signal.alarm(job["timeout"])
 os.chdir(job["cwd"])
 os.environ |= job["env"]
@@ -99,7 +103,8 @@ IMPORTED = """ale_py.vector_env, gymnasium, numpy, torch, tqdm, transformers, ty
 class Forked:
     """A script or module with its arguments, in a fork of a process that has imported modules: it starts at once.
 
-    `send_signal`, `poll`, `wait` and `pid` are as those of subprocess.Popen; `output` has all that it prints.
+    `send_signal`, `poll`, `wait` and `pid` are as those of subprocess.Popen; `output` has all that it prints. With a
+    limit, no file grows beyond so many bytes, as on a full disk.
     """
 
     servers: dict[str, list[subprocess.Popen[bytes]]] = {}  # those that wait for work, by what they have imported
@@ -113,13 +118,14 @@ class Forked:
         modules: str = IMPORTED,
         env: dict[str, str] | None = None,
         session: bool = False,
+        limit: int = 0,
     ):
         self.output = outputs[0]
         self.output.touch()
         self.returncode: int | None = None
         self.idle = self.servers.setdefault(modules, [])
         self.server = self.idle.pop() if self.idle else self.start_server(modules)
-        job = {"argv": argv, "cwd": str(cwd), "env": env or {}, "timeout": timeout, "session": session}
+        job = {"argv": argv, "cwd": str(cwd), "env": env or {}, "timeout": timeout, "session": session, "limit": limit}
         assert self.server.stdin and self.server.stdout
         self.answers = self.server.stdout
         self.server.stdin.write(json.dumps(job | {"outputs": [*map(str, outputs)]}).encode() + b"\n")
@@ -149,24 +155,28 @@ class Forked:
         return self.output.read_text()
 
 
-def forked(argv: list[str], cwd: Path, outputs: list[Path], timeout: int, modules: str = IMPORTED, **env: str) -> int:
+def forked(argv: list[str], cwd: Path, outputs: list[Path], timeout: int, modules: str = IMPORTED) -> int:
     """The exit status of a script or module with its arguments, run in a fork."""
-    return Forked(argv, cwd, outputs, timeout, modules, env).wait()
+    return Forked(argv, cwd, outputs, timeout, modules).wait()
 
 
-def run(name: str, *flags: Any, cwd: Path, timeout: int = 400, **options: Any) -> subprocess.CompletedProcess[str]:
-    """Run a script as a user does, without a terminal: in a process of its own.
-
-    With options of subprocess.run, or fresh=True, it is a new interpreter.
-    """
-    env, argv = options.pop("env", {}), command(name, *flags)
-    if options:
-        options.pop("fresh", None)
-        options |= {"env": environment() | env, "capture_output": True, "text": True}
-        return subprocess.run(argv, cwd=cwd, timeout=timeout, **options)
+def run(
+    name: str,
+    *flags: Any,
+    cwd: Path,
+    timeout: int = 400,
+    fresh: bool = False,
+    env: dict[str, str] | None = None,
+    **how: Any,
+) -> subprocess.CompletedProcess[str]:
+    """Run a script as a user does, without a terminal: in a process of its own, or if `fresh` in a new interpreter."""
+    argv = command(name, *flags)
+    if fresh:
+        known = environment() | (env or {})
+        return subprocess.run(argv, cwd=cwd, timeout=timeout, env=known, capture_output=True, text=True)
     with tempfile.TemporaryDirectory() as folder:
         outputs = [Path(folder, "out"), Path(folder, "err")]
-        status = forked(argv[1:], cwd, outputs, timeout, **env)
+        status = Forked(argv[1:], cwd, outputs, timeout, env=env, **how).wait()
         return subprocess.CompletedProcess(argv, status, *(path.read_text() for path in outputs))
 
 

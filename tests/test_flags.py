@@ -98,6 +98,40 @@ OWN: dict[str, dict[str, Any]] = {
         "target_kl": 1e-12,
     },
 }
+CLASSIC = {"seed": 1, "gamma": 0.99, "gae_lambda": 0.95, "device": "auto", "cuda": True, "torch_deterministic": True}
+CLASSIC |= dict.fromkeys(("compile", "bf16", "track", "capture_video", "save_model"), False)
+CLASSIC |= {"bootstrap_truncated": True, "norm_adv": True, "eval_sample": True, "eval_episodes": 10, "run_dir": "runs"}
+CLIPPED = {"anneal_lr": True, "clip_vloss": True, "vf_coef": 0.5, "max_grad_norm": 0.5, "target_kl": None}
+MUJOCO = {"env_id": "HalfCheetah-v5", "total_timesteps": 1_000_000, "num_envs": 1, "num_steps": 2048}
+MUJOCO |= {"checkpoint_every": 25, "update_epochs": 10, "ent_coef": 0.0, "vectorization": "sync"}
+PUBLISHED: dict[
+    str, dict[str, Any]
+] = {  # 1707.06347, tables 3 and 5, with the rates of the implementations; 1502.05477
+    "ppo_atari": CLASSIC
+    | CLIPPED
+    | {"env_id": "Breakout", "total_timesteps": 10_000_000, "num_envs": 8, "num_steps": 128, "learning_rate": 2.5e-4}
+    | {"num_minibatches": 4, "update_epochs": 4, "clip_coef": 0.1, "ent_coef": 0.01, "checkpoint_every": 500}
+    | {"sticky_actions": 0.0, "max_episode_frames": 108_000},
+    "ppo_continuous": CLASSIC | CLIPPED | MUJOCO | {"learning_rate": 3e-4, "num_minibatches": 32, "clip_coef": 0.2},
+    "ppo_penalty": CLASSIC
+    | CLIPPED
+    | MUJOCO
+    | {"learning_rate": 3e-4, "num_minibatches": 32, "beta": 1.0, "adaptive_beta": True, "kl_target": 0.01},
+    "trpo": CLASSIC
+    | MUJOCO
+    | {"learning_rate": 1e-3, "num_minibatches": 16, "max_kl": 0.01, "cg_iters": 10, "cg_damping": 0.1}
+    | {"fvp_subsample": 1, "line_search_steps": 10, "line_search_decay": 0.8},
+}
+
+
+@pytest.mark.parametrize("script", CONTROL)
+def test_the_defaults_are_the_published_ones(script: str) -> None:
+    defaults = dataclasses.asdict(MODULES[script].Args())
+    named = {"exp_name": script, "wandb_project_name": "ppo", "resume": None, "evaluate": None, "wandb_entity": None}
+    expected = {name: value for name, value in (PUBLISHED[script] | named).items() if name in defaults}
+    assert defaults == expected
+
+
 # What starts a run from elsewhere, or needs files; test_runs.py and test_rlhf_runs.py have tests for each.
 ELSEWHERE = {"resume", "evaluate", "vectorization", "model", "prompts", "preferences", "reward_model", "sft"}
 

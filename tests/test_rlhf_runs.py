@@ -2,9 +2,7 @@
 
 import copy
 import json
-import resource
 import shutil
-import signal
 import socket
 from pathlib import Path
 from typing import Any
@@ -221,11 +219,7 @@ def test_a_reward_model_of_nans_is_not_trained_on(model_folder: Path, data: dict
 
 
 def test_a_disk_that_fills_up_while_a_model_is_saved(tmp_path: Path) -> None:
-    def limit() -> None:
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, 500_000))
-
-    result = run("rlhf_ppo_gpt2", *SMALL["rlhf_ppo_gpt2"], cwd=tmp_path, preexec_fn=limit)
+    result = run("rlhf_ppo_gpt2", *SMALL["rlhf_ppo_gpt2"], cwd=tmp_path, limit=500_000)
     assert result.returncode == 1 and "sft could not be written" in result.stderr and "Traceback" not in result.stderr
     (folder,) = (tmp_path / "runs").iterdir()
     assert not list(folder.glob("*.tmp")) and not (folder / "sft").exists()

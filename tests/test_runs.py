@@ -4,14 +4,13 @@ import json
 import math
 import os
 import re
-import resource
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import gymnasium
@@ -28,13 +27,13 @@ from conftest import (
     SMALL,
     Forked,
     command,
-    environment,
     left_in,
     run,
     run_small,
     scalars,
 )
 from counting_envs import Counting
+from tqdm import tqdm
 
 TIMING = {"charts/SPS", "charts/rollout_tokens_per_second", "charts/update_tokens_per_second"}
 
@@ -340,7 +339,7 @@ def test_the_parser_takes_command_lines_of_other_scripts(name: str) -> None:
 
 
 def test_help_explains_every_flag_in_a_line(name: str, tmp_path: Path) -> None:
-    result = run(name, "--help", cwd=tmp_path, env={"COLUMNS": "200"}, fresh=True)
+    result = run(name, "--help", cwd=tmp_path, env={"COLUMNS": "200"})
     assert result.returncode == 0 and not result.stderr
     flags = re.findall(r"^│ (?:-h, )?(--[a-z0-9-]+)", result.stdout, re.M)
     fields = MODULES[name].Args.__dataclass_fields__
@@ -367,14 +366,41 @@ def test_a_start_prints_no_warnings_and_the_folder_first_and_last(name: str, tmp
     assert json.loads((folder / "args.json").read_text())["seed"] == 1
 
 
+class Bar(tqdm):
+    """What a terminal would show."""
+
+    shown: list[Any] = []
+
+    def __init__(self, *args: Any, **options: Any):
+        super().__init__(*args, **options)
+        if "initial" in options:
+            Bar.shown.append(self)
+
+
+def test_bar_and_mirror_are_told_the_whole_run(name: str, tmp_path: Path, monkeypatch) -> None:
+    module = MODULES[name]
+    told: list[dict[str, Any]] = []
+    monkeypatch.setattr(module, "tqdm", Bar)
+    monkeypatch.setattr(Bar, "shown", [])
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **options: told.append(options)))
+    mine = ["--run-dir", str(tmp_path), "--track", "--wandb-entity", "me"]
+    module.train(module.parse_args([*SMALL[name], BUDGET[name], "256", *mine]))
+    (folder,) = tmp_path.iterdir()
+    module.train(module.parse_args(["--resume", str(folder), BUDGET[name], "512"]))
+    assert [(bar.initial, bar.total, bar.n) for bar in Bar.shown] == [(0, 256, 256), (256, 512, 512)]
+    for options in told:
+        config = options.pop("config")
+        assert (config["seed"], config["exp_name"], config["track"]) == (1, name, True)
+        expected = {"project": "ppo", "entity": "me", "id": folder.name, "dir": folder, "resume": "allow"}
+        assert options == expected | {"sync_tensorboard": True}
+    assert len(told) == 2
+
+
 def test_run_folders_are_flat_and_unique(name: str, tmp_path: Path) -> None:
     env_id = {"ppo_atari": "ALE/Pong-v5"}.get(name, "counting_envs:Trunc-v0")
     flags = [*SMALL[name], *(["--env-id", env_id] if name in CONTROL else []), BUDGET[name], 128]
-    processes = [
-        subprocess.Popen(command(name, *flags), cwd=tmp_path, env=environment(), stdout=subprocess.DEVNULL)
-        for _ in range(2)
-    ]
-    assert [p.wait(400) for p in processes] == [0, 0]
+    both = [Forked(command(name, *flags)[1:], tmp_path, [tmp_path / f"{i}.txt"] * 2) for i in range(2)]
+    assert [process.wait() for process in both] == [0, 0]
     folders = list((tmp_path / "runs").iterdir())
     assert len(folders) == 2
     for folder in folders:
@@ -423,8 +449,7 @@ def test_spoiled_checkpoints_are_refused_in_a_sentence(
     (folder,) = (tmp_path / "runs").iterdir()
     spoil(folder / "checkpoint.pt")
     capsys.readouterr()
-    kept = name == "rlhf_ppo_gpt2" and spoil is Path.unlink  # then the policy's own folder is enough to answer
-    for flag in ("--resume", "--evaluate")[: 1 if kept else 2]:
+    for flag in ("--resume", "--evaluate"):
         monkeypatch.setattr(sys, "argv", [f"{name}.py", flag, str(folder)])
         with pytest.raises(SystemExit) as caught:
             module.main()
@@ -437,32 +462,27 @@ def test_spoiled_checkpoints_are_refused_in_a_sentence(
 def test_a_disk_that_fills_up_leaves_the_old_checkpoint(name: str, tmp_path: Path) -> None:
     folder = run_small(name, cwd=tmp_path)
     before = (folder / "checkpoint.pt").read_bytes()
-
-    def limit() -> None:
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) // 2, len(before) // 2))
-
-    result = run(name, "--resume", folder, BUDGET[name], 768, cwd=tmp_path, preexec_fn=limit)
+    result = run(name, "--resume", folder, BUDGET[name], 768, cwd=tmp_path, limit=len(before) // 2)
     assert result.returncode == 1 and "checkpoint.pt could not be written" in result.stderr
     assert "Traceback" not in result.stderr
     assert (folder / "checkpoint.pt").read_bytes() == before and not list(folder.glob("*.tmp"))
 
 
 @pytest.mark.parametrize("name", CONTROL)
-@pytest.mark.parametrize("mode", ["sampled", "most likely"])
-def test_evaluation_plays_exactly_what_was_asked(name: str, tmp_path: Path, mode: str) -> None:
+def test_evaluation_plays_exactly_what_was_asked(name: str, tmp_path: Path) -> None:
     folder = run_small(name, "--save-model", cwd=tmp_path)
     before = (folder / "checkpoint.pt").read_bytes()
     flags = ["--max-episode-frames", 400] if name == "ppo_atari" else []
-    flags += [] if mode == "sampled" else ["--no-eval-sample"]
-    results = [run(name, "--evaluate", folder, "--eval-episodes", 3, *flags, cwd=tmp_path) for _ in range(2)]
-    assert results[0].returncode == 0, results[0].stderr
-    assert "over 3 episodes" in results[0].stdout and ("sampled actions" in results[0].stdout) == (mode == "sampled")
-    assert name == "ppo_atari" or "return 5.00 ± 0.00" in results[0].stdout
-    assert results[0].stdout == results[1].stdout
-    assert (folder / "checkpoint.pt").read_bytes() == before
+    play = lambda *more: run(name, "--evaluate", folder, "--eval-episodes", 3, *flags, *more, cwd=tmp_path)
+    for more, sampled in ((["--no-eval-sample"], False), ([], True)):
+        results = [play(*more) for _ in range(2)]
+        assert results[0].returncode == 0, results[0].stderr
+        assert "over 3 episodes" in results[0].stdout and ("sampled actions" in results[0].stdout) == sampled
+        assert name == "ppo_atari" or "return 5.00 ± 0.00" in results[0].stdout
+        assert results[0].stdout == results[1].stdout
+        assert (folder / "checkpoint.pt").read_bytes() == before
     (folder / "model.pt").replace(folder / "checkpoint.pt")  # what --save-model wrote is enough to play
-    assert run(name, "--evaluate", folder, "--eval-episodes", 3, *flags, cwd=tmp_path).stdout == results[0].stdout
+    assert play().stdout == results[0].stdout
 
 
 def keeping(original: Any, made: list[Any]) -> Any:
@@ -553,7 +573,7 @@ def test_a_film_that_fails_is_said_and_training_goes_on(control: ModuleType, tmp
         control.train(control.parse_args([*flags, str(tmp_path / str(number)), *given]))
         (folder,) = (tmp_path / str(number)).iterdir()
         agents.append(result(folder))
-    assert "step-512.mp4 ends early: " in capsys.readouterr().err
+    assert capsys.readouterr().err.count("step-512.mp4 ends early: ") == 1
     assert all(not isinstance(x, torch.Tensor) or torch.equal(x, agents[1][key]) for key, x in agents[0].items())
 
 
@@ -650,7 +670,7 @@ def test_a_task_that_only_ends_by_time_limit_is_solved(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["ppo_continuous", "ppo_penalty"])
+@pytest.mark.parametrize("name", ["ppo_penalty"])
 def test_inverted_pendulum_with_default_flags(name: str, tmp_path: Path) -> None:
     """Chance is about 6 of 1000."""
     result = run(name, "--env-id", "InvertedPendulum-v5", "--total-timesteps", 6e4, cwd=tmp_path, timeout=1500)

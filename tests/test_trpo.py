@@ -1,8 +1,6 @@
 """TRPO: its linear algebra against dense matrices, finite differences and closed forms, its step from outside."""
 
 import math
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,7 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn as nn
-from conftest import MODULES, ROOT, SMALL, environment, run, run_small, scalars
+from conftest import MODULES, SMALL, run, run_small, scalars
 
 trpo = MODULES["trpo"]
 Policy = Callable[[torch.Tensor], Any]
@@ -668,84 +666,3 @@ def test_a_policy_that_stays_says_why(tmp_path: Path, monkeypatch: pytest.Monkey
     assert [value for _, value in scalars(folder)["trpo/failures"]] == [1, 2]
     first, second = (update.left for update in updates)
     assert all(torch.equal(first[name], second[name]) == (not name.startswith("critic.")) for name in first)
-
-
-SHARES = """
-import sys, torch
-sys.path.insert(0, {root!r})
-import trpo
-import torch.distributed as dist
-if trpo.WORLD > 1:
-    dist.init_process_group("gloo")
-torch.set_num_threads(1)
-torch.manual_seed(0)
-agent = trpo.Agent(3, 2, False)
-obs, actions = torch.randn(32, 4, 3), torch.randn(32, 4, 2)
-advantages = 5 * actions[..., 0] * obs[..., 0] + 2 + torch.randn(32, 4)
-share = lambda x: x.chunk(trpo.WORLD, 1)[trpo.RANK]
-data = {{"obs": share(obs), "actions": share(actions), "advantages": trpo.normalize_advantages(share(advantages))}}
-metrics = trpo.update_policy(trpo.Args(), agent, data)
-kl = trpo.global_mean(metrics["losses/kl"])
-agent.values(share(obs)).square().mean().backward()
-trpo.average_gradients(agent)
-if trpo.RANK == 0:
-    flat = lambda parts: torch.cat([x.detach().reshape(-1) for x in parts])
-    gradients = flat(p.grad for p in agent.critic.parameters())
-    torch.save([flat(agent.parameters()), gradients, float(kl)], sys.argv[1])
-if trpo.WORLD > 1:
-    dist.barrier()
-    dist.destroy_process_group()
-"""
-
-
-@pytest.mark.detail("S2")
-def test_two_processes_step_as_one_does_on_all_their_samples(tmp_path: Path) -> None:
-    """Natural step, accepted length and value gradient: halves of the batch in two processes, or all of it in one."""
-    (tmp_path / "worker.py").write_text(SHARES.format(root=str(ROOT)))
-    results = []
-    for ranks in (1, 2):
-        launcher = "-m torch.distributed.run --standalone --nproc-per-node 2".split() if ranks == 2 else []
-        launch = [sys.executable, *launcher, str(tmp_path / "worker.py"), str(tmp_path / f"{ranks}.pt")]
-        result = subprocess.run(launch, env=environment(), capture_output=True, text=True, timeout=400)
-        assert result.returncode == 0, result.stderr
-        results.append(torch.load(tmp_path / f"{ranks}.pt"))
-    (weights_1, gradient_1, kl_1), (weights_2, gradient_2, kl_2) = results
-    torch.testing.assert_close(weights_2, weights_1, atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(gradient_2, gradient_1, atol=1e-5, rtol=1e-4)
-    assert 0.001 < kl_1 <= 0.01 and kl_2 == pytest.approx(kl_1, rel=1e-2)
-
-
-TRAINED = """
-import sys, torch
-sys.path.insert(0, {root!r})
-import trpo
-agents = []
-make = trpo.Agent
-trpo.Agent = lambda *args: agents.append(make(*args)) or agents[-1]
-trpo.train(trpo.parse_args(sys.argv[2:]))
-torch.save(agents[0].state_dict(), f"{{sys.argv[1]}}/{{trpo.RANK}}.pt")
-trpo.dist.barrier()
-trpo.dist.destroy_process_group()
-"""
-
-
-@pytest.mark.detail("S2")
-def test_two_processes_take_the_same_steps(tmp_path: Path) -> None:
-    """Each plays in environments of its own, and all end with the same weights, to the bit."""
-    (tmp_path / "worker.py").write_text(TRAINED.format(root=str(ROOT)))
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    flags = [*PENDULUM, "--total-timesteps", "1536", "--checkpoint-every", "1"]
-    result = subprocess.run(
-        [*launch, "worker.py", str(tmp_path), *flags],
-        cwd=tmp_path,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
-    assert result.returncode == 0, result.stderr
-    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
-    assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
-    (folder,) = (tmp_path / "runs").iterdir()
-    log = scalars(folder)
-    assert all(0 < value <= 0.01 * (1 + 1e-4) for _, value in log["losses/kl"]) and len(log["losses/kl"]) == 3
