@@ -986,16 +986,15 @@ def file_task(args: Args, tokenizer: Any) -> Task:
     whole = lambda *strings: encode(tokenizer, "".join(strings) + tokenizer.eos_token, longest, cut)
     rows = read_rows(args.prompts, "--prompts", "prompt")
     prompts = [encode(tokenizer, text, args.prompt_length, cut) for (text,) in rows]
+    require(len(prompts) > 1, f"--prompts {args.prompts} needs at least two rows, as one is held out")
     rows = read_rows(args.preferences, "--preferences", "prompt", "chosen", "rejected")
     require(len(rows) != 1, f"--preferences {args.preferences} needs at least two rows, as one is held out")
     pairs = [(whole(prompt, chosen), whole(prompt, rejected)) for prompt, chosen, rejected in rows]
     texts = [whole(*row) for row in read_rows(args.sft, "--sft", "prompt", "response")]
-    tenth = len(prompts) // 10
-    held_out = prompts[-tenth:] if tenth else prompts
+    tenth = -(-len(prompts) // 10)
     if cut and RANK == 0:
         print(f"cut at the start, as they are too long: {len(cut)} prompts or texts", file=sys.stderr)
-    rest = prompts[: len(prompts) - tenth]
-    return Task(tokenizer, rest, held_out, texts, pairs, None)
+    return Task(tokenizer, prompts[:-tenth], prompts[-tenth:], texts, pairs, None)
 
 
 def as_scorer(policy: Any) -> Any:

@@ -53,7 +53,7 @@ import sys
 sys.path.insert(0, {benchmarks!r})
 import results
 few = "--num-steps 128 --num-minibatches 4 --update-epochs 2 --checkpoint-every 2"
-smoke = "--preset smoke --sft-size 64 --num-pairs 64 --min-accuracy 0 --best-of-n 4"
+smoke = "--preset smoke --sft-size 64 --num-pairs 64 --total-episodes 128 --min-accuracy 0 --best-of-n 4"
 results.experiments = lambda: [
     *results.control("mujoco", "ppo_continuous", "ppo_continuous", "Pendulum-v1", "{steps}", 2, few),
     *results.control("epochs", "K = 2", "ppo_continuous", "Pendulum-v1", "{steps}", 1, few),
@@ -100,7 +100,7 @@ def test_results_are_made_once_and_those_of_the_log(results: ModuleType, tmp_pat
 
 
 def test_interrupted_results_go_on_where_they_were(tmp_path: Path) -> None:
-    process = results_py(tmp_path, "12800", 0, "--workers", "2")
+    process = results_py(tmp_path, "6400", 0, "--workers", "2")
     while len(list(tmp_path.glob("runs/results/*/*/checkpoint.pt"))) < 2:  # both at work have come so far
         assert process.poll() is None, process.communicate()
         time.sleep(0.05)
@@ -109,7 +109,7 @@ def test_interrupted_results_go_on_where_they_were(tmp_path: Path) -> None:
     assert process.returncode == 1 and "interrupted; the same command goes on" in errors
     assert not left_in(tmp_path)
     begun = {folder.name for folder in tmp_path.glob("runs/results/*/*")}
-    again = results_py(tmp_path, "12800", 0, "--workers", "2")
+    again = results_py(tmp_path, "6400", 0, "--workers", "2")
     _, errors = again.communicate(timeout=400)
     assert again.returncode == 0, errors
     assert begun <= {folder.name for folder in tmp_path.glob("runs/results/*/*")}

@@ -1004,7 +1004,7 @@ def test_each_metric_out_of_its_healthy_range_is_said_once_and_not_in_the_beginn
             margin = 0.04 * max(1, high - low)
             bound, outwards = (low, -margin) if side == "below" else (high, margin)
             outside = bound + outwards
-            exact = np.float32(bound) == bound  # then the bound itself is within
+            exact = float(np.float32(bound)) == bound  # then the bound itself is within
             inside = bound if exact else bound - outwards / 2
             metrics[tag] = outside if iteration >= 9 + row else inside
             if iteration == max(11, 9 + row):

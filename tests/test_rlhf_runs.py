@@ -127,6 +127,42 @@ def test_a_model_and_data_of_ones_own_and_what_transformers_opens_afterwards(
     assert torch.equal(same.score.weight, reward_model.score.weight)
 
 
+@pytest.mark.parametrize("kind", ["built in", "files"])
+def test_evaluations_answer_prompts_that_training_never_sees(
+    model_folder: Path, data: dict[str, Path], tmp_path: Path, monkeypatch: Any, kind: str
+) -> None:
+    trained: list[tuple[int, ...]] = []
+    answered: list[list[tuple[int, ...]]] = []
+    batch, measure, drawn = rlhf.prompt_batch, rlhf.measure, rlhf.sample_responses
+
+    def spied_batch(*inputs: Any) -> Any:
+        prompts = batch(*inputs)
+        trained.extend(map(tuple, prompts))
+        return prompts
+
+    def spied_measure(args: Any, task: Any, answer: Any) -> Any:
+        def told(prompts: Any) -> Any:
+            answered.append([tuple(prompt) for prompt in prompts])
+            return answer(prompts)
+
+        return measure(args, task, told)
+
+    def spied_drawn(args: Any, policy: Any, prompts: Any, eos: int) -> Any:
+        if not answered:  # the stages and the self-check
+            trained.extend(map(tuple, prompts))
+        return drawn(args, policy, prompts, eos)
+
+    monkeypatch.setattr(rlhf, "prompt_batch", spied_batch)
+    monkeypatch.setattr(rlhf, "measure", spied_measure)
+    monkeypatch.setattr(rlhf, "sample_responses", spied_drawn)
+    flags = real_flags(model_folder, data) if kind == "files" else []
+    folder = train(tmp_path, *flags, "--eval-every", 1, "--eval-episodes", 5)
+    rlhf.evaluate(rlhf.parse_args(["--evaluate", str(folder)]))
+    assert len(answered) == (2 if kind == "files" else 4) + 2  # before, after each iteration, and afterwards
+    assert len(answered[0]) == 5 and all(prompts == answered[0] for prompts in answered)
+    assert trained and not set(trained) & set(answered[0])
+
+
 def test_saved_models_have_no_dropout(model_folder: Path, data: dict[str, Path], tmp_path: Path) -> None:
     folder = train(tmp_path, *real_flags(model_folder, data))
     for name, kind in (("policy", AutoModelForCausalLM), ("reward_model", AutoModelForSequenceClassification)):
@@ -138,6 +174,7 @@ def test_saved_models_have_no_dropout(model_folder: Path, data: dict[str, Path],
     ("key", "content", "words"),
     [
         ("prompts", "", "is empty"),
+        ("prompts", '{"prompt": "x"}\n', "at least two rows"),
         ("prompts", '{"text": "x"}\n', "prompt"),
         ("prompts", '{"prompt": "x"}\n{"prompt": 3}\n', "row 2"),
         ("prompts", '{"prompt": "x"}\n{"prompt": ""}\n', "row 2"),
