@@ -565,6 +565,7 @@ def test_one_adam_holds_what_it_trains_and_its_first_step_is_right_by_hand(name:
     def watched(self: Any, *rest: Any) -> Any:
         parts = [p for group in self.param_groups for p in group["params"]]
         before = [p.detach().clone() for p in parts]
+        assert all(p.grad is not None for p in parts), "a weight has no part in the loss"
         gradients = torch.cat([p.grad.reshape(-1) for p in parts])
         result = step(self, *rest)
         change = torch.cat([(p.detach() - b).reshape(-1) for p, b in zip(parts, before, strict=True)])
@@ -750,6 +751,7 @@ def test_the_old_policy_stays_and_the_kl_to_it_moves_beta(penalty, small_args, m
     for batch in seen:
         assert not batch["logstd"].any() and batch["logstd"].shape == batch["means"].shape
         torch.testing.assert_close(Normal(batch["means"], 1.0).log_prob(batch["actions"]).sum(-1), batch["logprobs"])
+    assert len(betas) == 1, "β is to move once an iteration"
     (agent,), ((beta, kl, target, new_beta),) = agents, betas
     assert agent.actor_logstd.abs().min() > 1e-3  # the new log std has moved, the old one has not
     with torch.no_grad():

@@ -200,7 +200,7 @@ def test_strings_are_joined_before_they_become_tokens(tmp_path: Path) -> None:
     vocabulary = {token: i for i, token in enumerate(["<end>", "a", "b", "c", "ab"])}
     core = Tokenizer(models.BPE(vocabulary, [("a", "b")]))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<end>")
-    write(tmp_path / "p", [{"prompt": "ca"}])
+    write(tmp_path / "p", [{"prompt": "ca"}, {"prompt": "cb"}])
     write(tmp_path / "q", [{"prompt": "ca", "chosen": "b", "rejected": "c"}] * 2)
     write(tmp_path / "s", [{"prompt": "ca", "response": "ba"}])
     flags = {"prompts": "p", "preferences": "q", "sft": "s"}

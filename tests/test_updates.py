@@ -1036,6 +1036,8 @@ DISCRETE = {"env_id": "DriftDiscrete-v0", "max_kl": 0.05, "seed": 4}
 FAR = {"env_id": "CartPole-v1", "fvp_subsample": 3, "cg_damping": 0.05, "max_kl": 1.0, "seed": 1}
 
 
+@pytest.mark.detail("12")
+@pytest.mark.detail("TRPO-step")
 @pytest.mark.parametrize(
     "name, flags",
     [
