@@ -163,7 +163,7 @@ def test_wider_padding_and_what_lies_in_it_change_nothing(answered: Any) -> None
 @pytest.mark.detail("R2")
 def test_long_prompts_keep_their_end_and_short_ones_are_padded(tmp_path: Path, capsys: Any) -> None:
     tokenizer = rlhf.builtin_task(rlhf.Args(sft_size=10)).tokenizer
-    write(tmp_path / "p", [{"prompt": "the film was"}, {"prompt": "well overall the long film was"}])
+    write(tmp_path / "p", [{"prompt": "the film was"}, {"prompt": "well overall the long film was"}, {"prompt": "it"}])
     task = rlhf.file_task(rlhf.Args(model="x", prompts=str(tmp_path / "p"), prompt_length=4), tokenizer)
     assert [tokenizer.decode(p) for p in task.prompts] == ["the film was", "the long film was"]
     assert "1 prompts" in capsys.readouterr().err
