@@ -510,10 +510,10 @@ class Run:
         self.iteration = self.saved = self.first
         self.scores = deque(saved.get("scores", ()), maxlen=100)
         self.episodes: list[tuple[int, Episode]] = []  # of this iteration, with the step in which each ended
-        self.warned: set[str] = set()
+        self.warned = set[str]()
         self.stopping = False
         self.start_time = time.time()
-        for sign in (signal.SIGINT, signal.SIGTERM):
+        for sign in signal.SIGINT, signal.SIGTERM:
             signal.signal(sign, self.stop)
         if RANK == 0:
             self.open()
@@ -579,7 +579,7 @@ class Run:
                 )
         stopping = global_mean(torch.tensor(float(self.stopping))) > 0  # whichever process got the signal
         if WORLD > 1:  # the episodes of each process become those of all
-            everyone: list[Any] = [None] * WORLD
+            everyone = [self.episodes] * WORLD
             dist.all_gather_object(everyone, self.episodes)
             self.episodes = sorted(sum(everyone, []))
         self.scores.extend(episode.score for _, episode in self.episodes)
@@ -745,7 +745,7 @@ def parse_args(argv: list[str] | None = None) -> Args:
     """The command line; with --resume or --evaluate, the flags of that run are the defaults."""
     args = tyro.cli(Args, args=argv)
     folder = args.resume or args.evaluate
-    if folder is None:
+    if not folder:
         return args
     saved = load_checkpoint(folder)["args"]
     args = tyro.cli(Args, args=argv, default=saved)
@@ -768,6 +768,8 @@ def main() -> None:
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+        for sign in signal.SIGINT, signal.SIGTERM:
+            signal.signal(sign, signal.SIG_IGN)  # what is over ends with its own status
 
 
 if __name__ == "__main__":

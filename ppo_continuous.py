@@ -191,8 +191,7 @@ class NormalizedEnvs:
         _, std = self.return_stats.mean_and_std()
         scaled_rewards = (rewards / std).clip(-10, 10)  # [30] [31]
         ended = np.flatnonzero(dones).tolist()
-        first = RANK * len(dones)
-        episodes = [Episode(first + i, float(self.scores[i]), int(self.lengths[i])) for i in ended]
+        episodes = [Episode(RANK * len(dones) + i, float(self.scores[i]), int(self.lengths[i])) for i in ended]
 
         next_obs = self.normalize(raw_next_obs)
         self.obs = next_obs.copy()
@@ -471,8 +470,7 @@ def make_env(args: Args, film: bool = False, seed: int = 0) -> Any:
     box = env.action_space
     require(isinstance(box, gym.spaces.Box), f"--env-id {args.env_id} has actions {box}; this script takes Box spaces")
     env = gym.wrappers.FlattenObservation(env)
-    size = env.observation_space.shape[0]
-    require(size <= 10_000, f"--env-id {args.env_id} observes images; of those only ppo_atari.py takes some")
+    require(env.observation_space.shape[0] <= 10_000, f"--env-id {args.env_id} observes images; see ppo_atari.py")
     return gym.wrappers.TransformAction(
         env, functools.partial(gym.spaces.unflatten, box), gym.spaces.flatten_space(box)
     )
@@ -495,8 +493,10 @@ def probe_env(args: Args) -> Any:
     obs, *_ = env.step(env.action_space.sample())
     if args.capture_video:  # what it needs must be there
         import imageio_ffmpeg  # noqa: F401
-    same = obs.shape == env.observation_space.shape
-    require(same, f"--env-id {args.env_id} observes {obs.shape}, not {env.observation_space}")
+    require(
+        obs.shape == env.observation_space.shape,
+        f"--env-id {args.env_id} observes {obs.shape}, not {env.observation_space}",
+    )
     return env
 
 
@@ -580,10 +580,10 @@ class Run:
         self.iteration = self.saved = self.first
         self.scores = deque(saved.get("scores", ()), maxlen=100)
         self.episodes: list[tuple[int, Episode]] = []  # of this iteration, with the step in which each ended
-        self.warned: set[str] = set()
+        self.warned = set[str]()
         self.stopping = False
         self.start_time = time.time()
-        for sign in (signal.SIGINT, signal.SIGTERM):
+        for sign in signal.SIGINT, signal.SIGTERM:
             signal.signal(sign, self.stop)
         if RANK == 0:
             self.open()
@@ -649,7 +649,7 @@ class Run:
                 )
         stopping = global_mean(torch.tensor(float(self.stopping))) > 0  # whichever process got the signal
         if WORLD > 1:  # the episodes and the statistics of each process become those of all
-            everyone: list[Any] = [None] * WORLD
+            everyone = [self.episodes] * WORLD
             dist.all_gather_object(everyone, self.episodes)
             self.episodes = sorted(sum(everyone, []))
             self.parts["obs_stats"].share()
@@ -750,11 +750,12 @@ def load_policy(folder: str, sample: bool = True) -> Policy:
     """
     saved = load_checkpoint(folder)
     env = make_env(saved["args"])
-    obs_stats = RunningMeanStd(*env.observation_space.shape)
+    (obs_dim,) = env.observation_space.shape
+    obs_stats = RunningMeanStd(obs_dim)
     obs_stats.load_state_dict(saved["obs_stats"])
-    agent = Agent(*env.observation_space.shape, *env.action_space.shape)
+    agent = Agent(obs_dim, *env.action_space.shape)
     agent.load_state_dict(saved["agent"])
-    means = in_numpy(agent, *env.observation_space.shape)
+    means = in_numpy(agent, obs_dim)
     std = agent.actor_logstd.detach().exp().numpy()
 
     def policy(raw_obs: np.ndarray) -> np.ndarray:
@@ -814,7 +815,7 @@ def parse_args(argv: list[str] | None = None) -> Args:
     """The command line; with --resume or --evaluate, the flags of that run are the defaults."""
     args = tyro.cli(Args, args=argv)
     folder = args.resume or args.evaluate
-    if folder is None:
+    if not folder:
         return args
     saved = load_checkpoint(folder)["args"]
     args = tyro.cli(Args, args=argv, default=saved)
@@ -837,6 +838,8 @@ def main() -> None:
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+        for sign in signal.SIGINT, signal.SIGTERM:
+            signal.signal(sign, signal.SIG_IGN)  # what is over ends with its own status
 
 
 if __name__ == "__main__":

@@ -493,8 +493,7 @@ def update(
     """K epochs over the responses [R26]; returns the debug variables of each minibatch."""
     history = []
     group = optimizer.param_groups[0]
-    device = agent.beta.device
-    for index in minibatches(len(responses.tokens), args.num_minibatches, args.update_epochs, device):
+    for index in minibatches(len(responses.tokens), args.num_minibatches, args.update_epochs, agent.beta.device):
         tokens = global_mean(responses.real[index].sum().float())  # so that each counts the same, wherever it is
         optimizer.zero_grad()
         stats: dict[str, Any] = {}
@@ -878,8 +877,10 @@ def load_task(args: Args, device: torch.device) -> tuple[Task, Any]:
         task = file_task(args, load_model(args.model, transformers.AutoTokenizer, "--model"))
         policy.config.sft_loss = None  # that of another run, perhaps
         size = policy.config.vocab_size
-        fits = len(task.tokenizer) <= size
-        require(fits, f"--model {args.model}: its tokenizer has more tokens than the model's {size}")
+        require(
+            len(task.tokenizer) <= size,
+            f"--model {args.model}: its tokenizer has more tokens than the model's {size}",
+        )
     else:
         task = builtin_task(args)
         require(args.prompt_length >= 5, "--prompt-length must be at least 5, as the built-in prompts have so many")
@@ -1051,8 +1052,7 @@ def fit(
     steps = max(1, len(samples) // args.fit_batch_size)
     losses = []
     order = torch.randperm(len(samples)).tensor_split(steps)
-    hidden = RANK > 0 or not sys.stderr.isatty()
-    for step, index in enumerate(tqdm(order, leave=False, disable=hidden)):
+    for step, index in enumerate(tqdm(order, leave=False, disable=RANK > 0 or not sys.stderr.isatty())):
         optimizer.param_groups[0]["lr"] = lr * (1 - step / steps)
         mine = index[RANK::WORLD].tolist()
         mean, size = loss([samples[i] for i in mine])
@@ -1275,9 +1275,9 @@ class Run:
         )
         self.iteration = self.saved = self.first
         self.scores = deque(saved.get("scores", ()), maxlen=100)
-        self.warned: set[str] = set()
+        self.warned = set[str]()
         self.stopping = False
-        for sign in (signal.SIGINT, signal.SIGTERM):
+        for sign in signal.SIGINT, signal.SIGTERM:
             signal.signal(sign, signal.default_int_handler)  # a stage ends at once, and those before are saved
         if RANK == 0:
             self.open()
@@ -1380,7 +1380,7 @@ class Run:
         if self.first > 0:
             load_checkpoint(str(self.args.resume), **parts)
         self.start_time = time.time()
-        for sign in (signal.SIGINT, signal.SIGTERM):
+        for sign in signal.SIGINT, signal.SIGTERM:
             signal.signal(sign, self.stop)
 
     def stop(self, *_: Any) -> None:
@@ -1516,7 +1516,7 @@ def parse_args(argv: list[str] | None = None) -> Args:
     """The command line; a preset, or with --resume or --evaluate the flags of that run, give the defaults."""
     args = tyro.cli(Args, args=argv)
     folder = args.resume or args.evaluate
-    if folder is None:
+    if not folder:
         if args.preset == "smoke":
             args = tyro.cli(Args, args=argv, default=Args(**SMOKE))
         return args
@@ -1541,6 +1541,8 @@ def main() -> None:
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+        for sign in signal.SIGINT, signal.SIGTERM:
+            signal.signal(sign, signal.SIG_IGN)  # what is over ends with its own status
 
 
 if __name__ == "__main__":

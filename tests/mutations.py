@@ -180,6 +180,7 @@ MUTANTS = [
     M("policy", TRPO, "--no-eval-sample samples", "if sample else 0", "if True else 0", tests=RELOADED),
     M("policy", ATARI, "--no-eval-sample samples", "distribution.sample() if sample else", "distribution.sample() if True else", tests="test_runs.py::test_a_reloaded_policy_of_atari_acts_like_the_agent_in_memory"),
     M("stop", f"{ALL} {RLHF}", "a signal is ignored", "        self.stopping = True", "        self.stopping = False", tests="test_runs.py::test_an_interrupted_run_is_saved_and_goes_on"),
+    M("stop", CONTINUOUS, "a signal meets the interpreter on its way out", "signal.signal(sign, signal.SIG_IGN)  # what is over", "pass  # what is over", tests="test_runs.py::test_a_signal_after_the_end_changes_nothing"),
     M("checkpoint", f"{ALL} {RLHF}", "a checkpoint has no flags", '"args": asdict(self.args),', "", tests="test_runs.py::test_a_run_killed_and_resumed_equals_one_left_alone"),
     # S2 and S3
     M("S2", f"{ALL} {RLHF}", "each process keeps its own gradient", "p.grad = global_mean(p.grad)", "pass"),

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from conftest import BUDGET, GAUSSIAN, Forked, command, environment, left_in, run, scalars
-from test_runs import TOTAL, assert_nothing_lost, assert_same_run, launch, wait_for
+from test_runs import TOTAL, assert_nothing_lost, assert_same_run, checkpoint, launch, wait_for
 
 pytestmark = pytest.mark.faults
 
@@ -49,13 +49,16 @@ def test_a_run_stopped_at_any_moment_is_whole_once_resumed(
     name: str, sign: signal.Signals, moment: int, alone, tmp_path: Path
 ) -> None:
     expected, seconds = alone(name)
+    last = TOTAL.get(name, 6400) // 128
     when = random.Random(f"{name} {sign} {moment}").uniform(0, 0.95)
     while True:  # until the signal came before the end
         process = start(name, tmp_path)
         time.sleep(when * seconds)
         process.send_signal(sign)
-        if process.wait():
+        status = process.wait()
+        if [checkpoint(path.parent)["iteration"] for path in tmp_path.glob("runs/*/checkpoint.pt")] != [last]:
             break
+        assert status == (-9 if sign == signal.SIGKILL else 0), "a run that is over has its own status"
         when *= 0.7
         shutil.rmtree(tmp_path / "runs")
         process.output.unlink()

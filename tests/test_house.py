@@ -31,7 +31,7 @@ EXPECTED_MARKS = {
 MEANT_TO_DIFFER = {
     "Args": "flags and defaults",
     "Agent": "network and distribution",
-    "Episode": "in Atari a game with all its lives",
+    "Episode": "in Atari a game with all its lives, as its docstring says",
     "value_loss": "clipped or not",
     "ppo_loss": "objective and distribution",
     "train": "the algorithm itself",
@@ -39,7 +39,7 @@ MEANT_TO_DIFFER = {
     "in_numpy": "TRPO's network has outputs of two kinds",
     "load_policy": "network and distribution",
     "Run.end_iteration": "Atari has no statistics of observations and returns to share",
-    "play": "films of games show what the agent sees",
+    "play": "games are shown in colour by a second emulator, and shared out among environments",
     "evaluate": "what is sampled, and what is best",
 }
 RLHF_DIFFERS = {  # where texts take the place of environments; in the other scripts these are still the same
