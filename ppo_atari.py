@@ -39,6 +39,7 @@ import signal
 import sys
 import time
 import uuid
+import zipfile
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -155,6 +156,7 @@ class AtariGames:
 
     def reset(self, seed: int) -> None:
         """Start N new games that depend on `seed` alone."""
+        self.cut_steps = int(self.lengths.sum())
         for i, game in enumerate(self.games):
             frames, info = game.reset(seed=np.array([(seed + i) % 2**30 + 1]))  # 0 would be ignored
             self.obs[i] = frames[0]
@@ -331,7 +333,7 @@ def train(args: Args) -> dict[str, float]:
     rewards, terminations, truncations = np.zeros((3, *shape), np.float32)
 
     for iteration in range(run.first, run.last):
-        if run.starts_afresh(iteration):
+        if iteration == run.first or iteration % run.every == 0:  # after each checkpoint: so resuming is exact
             games.reset(reseed(args.seed, iteration))
         if args.anneal_lr:
             optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - iteration / run.last)  # [4]
@@ -377,7 +379,7 @@ def train(args: Args) -> dict[str, float]:
         metrics: dict[str, Any] = {name: torch.stack([stats[name] for stats in history]).mean() for name in history[0]}
         unexplained = (batch["returns"] - batch["values"]).var(correction=0)
         metrics["losses/explained_variance"] = 1 - unexplained / batch["returns"].var(correction=0)
-        metrics["charts/minibatches"] = len(history)
+        metrics |= {"charts/minibatches": len(history), "charts/cut_steps": games.cut_steps / rewards.size / run.every}
         run.end_iteration(metrics)
     return run.finish()
 
@@ -481,6 +483,7 @@ def average_gradients(agent: nn.Module) -> None:
 HEALTHY = (  # metric, its healthy range, and what it means to leave it
     ("losses/clipfrac", 0, 0.8, "most samples are clipped; lower --learning-rate or --update-epochs"),
     ("losses/approx_kl", -1, 0.15, "the policy moves too far at once; lower --learning-rate or --update-epochs"),
+    ("charts/cut_steps", 0, 0.05, "checkpoints cut long episodes, which no return shows; raise --checkpoint-every"),
     ("losses/explained_variance", 0, 1, "values are worse than a constant; check rewards, lower --learning-rate"),
     ("losses/entropy", 0.01, 9, "the policy hardly explores any more; raise --ent-coef"),
 )
@@ -517,24 +520,31 @@ class Run:
             signal.signal(sign, self.stop)
         if RANK == 0:
             self.open()
+            if self.first and args.anneal_lr:
+                self.bar.write(
+                    f"learning rate {self.parts['optimizer'].param_groups[0]['lr']:.2g} when it was saved,"
+                    f" {args.learning_rate * (1 - self.first / self.last):.2g} now"
+                )
 
     def open(self) -> None:
         """Take a folder that no other process writes to, and start its log; raises UsageError."""
         from torch.utils.tensorboard import SummaryWriter
 
         args = self.args
-        if args.track:
-            import wandb
-        unique = f"{args.seed}__{time.strftime('%y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}"
-        name = re.sub(r"[^\w.-]+", "-", f"{args.env_id}__{args.exp_name}__{unique}")
+        unique = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.strftime('%y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}"
+        name = re.sub(r"[^\w.-]+", "-", unique)
         self.folder = Path(args.resume or f"{args.run_dir}/{name}").absolute()
         try:
+            if args.track:
+                import wandb
+
+                wandb.login()
             self.folder.mkdir(parents=True, exist_ok=True)
             self.lock = FileLock(self.folder / "lock", timeout=0)
             self.lock.acquire()
             (self.folder / "args.json").write_text(json.dumps(asdict(args), indent=2))
-        except OSError as error:
-            raise UsageError(f"{self.folder} cannot be used, perhaps since another process does: {error}") from None
+        except Exception as error:
+            raise UsageError(f"{self.folder} cannot be used, by another process perhaps, or --track: {error}") from None
         if args.track:
             wandb.init(
                 project=args.wandb_project_name,
@@ -546,13 +556,12 @@ class Run:
                 sync_tensorboard=True,
             )
         step = self.first * self.batch_size
-        steps = self.last * self.batch_size
-        self.writer = SummaryWriter(str(self.folder), purge_step=step + 1)
-        self.bar = tqdm(total=steps, initial=step, unit="step", disable=not sys.stderr.isatty())
+        self.writer = SummaryWriter(self.folder, purge_step=step + 1)
+        self.bar = tqdm(total=self.last * self.batch_size, initial=step, unit="step", disable=None)
         atexit.register(self.close)  # also after an error
         self.bar.write(
-            f"run folder: {self.folder}\n{args.env_id}, step {step:,} to {steps:,} of {int(args.total_timesteps):,} by"
-            f" {self.batch_size:,}, saved every {self.every} iterations and at Ctrl-C"
+            f"run folder: {self.folder}\n{args.env_id}, step {step:,} to {self.last * self.batch_size:,} of"
+            f" {int(args.total_timesteps):,} by {self.batch_size:,}, saved every {self.every} iterations and at Ctrl-C"
         )
 
     def stop(self, *_: Any) -> None:
@@ -562,10 +571,6 @@ class Run:
         self.stopping = True
         if RANK == 0:
             tqdm.write("interrupted: this iteration is finished and saved first; once more leaves at once")
-
-    def starts_afresh(self, iteration: int) -> bool:
-        """Generators and environments restart at the start and after each checkpoint, which makes resuming exact."""
-        return iteration == self.first or iteration % self.every == 0
 
     def end_iteration(self, metrics: dict[str, Any]) -> None:
         """Log, and save when it is due; raises RunError if not all is finite, KeyboardInterrupt after `stop`."""
@@ -657,8 +662,8 @@ class Run:
 def load_checkpoint(folder: str, **parts: Any) -> dict[str, Any]:
     """What the checkpoint of a run folder holds, loaded into `parts`, too. Executes nothing. Raises UsageError."""
     path = Path(folder, "checkpoint.pt")
-    require(path.exists(), f"{folder} holds no checkpoint.pt")
     try:
+        assert not zipfile.ZipFile(path).testzip()  # or a bit has changed
         state = torch.load(path, map_location="cpu", weights_only=True)
         for key, part in parts.items():
             part.load_state_dict(state[key])
@@ -755,7 +760,7 @@ def parse_args(argv: list[str] | None = None) -> Args:
 
 
 def main() -> None:
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # a log shows at once what was said
+    sys.stdout.reconfigure(line_buffering=True, errors="replace")  # type: ignore[union-attr]  # said at once
     try:
         args = parse_args()
         if args.evaluate:

@@ -44,6 +44,7 @@ import signal
 import sys
 import time
 import uuid
+import zipfile
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -1052,7 +1053,7 @@ def fit(
     steps = max(1, len(samples) // args.fit_batch_size)
     losses = []
     order = torch.randperm(len(samples)).tensor_split(steps)
-    for step, index in enumerate(tqdm(order, leave=False, disable=RANK > 0 or not sys.stderr.isatty())):
+    for step, index in enumerate(tqdm(order, leave=False, disable=RANK > 0 or None)):
         optimizer.param_groups[0]["lr"] = lr * (1 - step / steps)
         mine = index[RANK::WORLD].tolist()
         mean, size = loss([samples[i] for i in mine])
@@ -1288,19 +1289,19 @@ class Run:
 
         args = self.args
         task = Path(args.model).name if args.model else "opinions"
-        unique = f"{args.seed}__{time.strftime('%y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}"
-        name = re.sub(r"[^\w.-]+", "-", f"{task}__{args.exp_name}__{unique}")
+        unique = f"{task}__{args.exp_name}__{args.seed}__{time.strftime('%y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}"
+        name = re.sub(r"[^\w.-]+", "-", unique)
         self.folder = Path(args.resume or f"{args.run_dir}/{name}").absolute()
         try:
+            if args.track:
+                import wandb
             self.folder.mkdir(parents=True, exist_ok=True)
             self.lock = FileLock(self.folder / "lock", timeout=0)
             self.lock.acquire()
             (self.folder / "args.json").write_text(json.dumps(asdict(args), indent=2))
-        except OSError as error:
-            raise UsageError(f"{self.folder} cannot be used, perhaps since another process does: {error}") from None
+        except Exception as error:
+            raise UsageError(f"{self.folder} cannot be used, by another process perhaps, or --track: {error}") from None
         if args.track:
-            import wandb
-
             wandb.init(
                 project=args.wandb_project_name,
                 entity=args.wandb_entity,
@@ -1312,8 +1313,8 @@ class Run:
             )
         step = self.first * self.batch_size
         steps = self.last * self.batch_size
-        self.writer = SummaryWriter(str(self.folder), purge_step=step + 1 if step else 0)
-        self.bar = tqdm(total=steps, initial=step, unit="response", disable=not sys.stderr.isatty())
+        self.writer = SummaryWriter(self.folder, purge_step=step + 1 if step else 0)
+        self.bar = tqdm(total=steps, initial=step, unit="response", disable=None)
         atexit.register(self.close)  # also after an error
         self.bar.write(
             f"run folder: {self.folder}\nPPO on {self.device}, step {step:,} to {steps:,} of"
@@ -1478,8 +1479,8 @@ class Run:
 def load_checkpoint(folder: str, **parts: Any) -> dict[str, Any]:
     """What the checkpoint of a run folder holds, loaded into `parts`, too. Executes nothing. Raises UsageError."""
     path = Path(folder, "checkpoint.pt")
-    require(path.exists(), f"{folder} holds no checkpoint.pt")
     try:
+        assert not zipfile.ZipFile(path).testzip()  # or a bit has changed
         state = torch.load(path, map_location="cpu", weights_only=True)
         for key, part in parts.items():
             part.load_state_dict(state[key])
@@ -1528,7 +1529,7 @@ def parse_args(argv: list[str] | None = None) -> Args:
 
 
 def main() -> None:
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # a log shows at once what was said
+    sys.stdout.reconfigure(line_buffering=True, errors="replace")  # type: ignore[union-attr]  # said at once
     try:
         args = parse_args()
         if args.evaluate:

@@ -44,8 +44,9 @@ import re
 import signal
 import sys
 import time
+import traceback
 import uuid
-import warnings
+import zipfile
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -53,7 +54,6 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import gymnasium as gym
-import mujoco
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -120,12 +120,12 @@ class RunningMeanStd(nn.Module):
 
     def update(self, x: np.ndarray) -> None:
         """Take in the rows of x [n, ...]."""
-        self.sums += np.array([np.ones_like(x), x, np.square(x)]).sum(1)
+        self.sums += np.array([np.ones_like(x), x, x**2]).sum(1)
 
     def mean_and_std(self) -> tuple[np.ndarray, np.ndarray]:
         count, total, squares = self.sums
         mean = total / count
-        variance = np.maximum(squares / count - np.square(mean), 0)
+        variance = np.maximum(squares / count - mean**2, 0)
         return mean, np.sqrt(variance + 1e-8)
 
     def normalize(self, x: np.ndarray) -> np.ndarray:
@@ -163,15 +163,15 @@ class NormalizedEnvs:
         self.obs_dim, self.action_dim = self.envs.observation_space.shape[0], len(self.low)
         self.obs_stats = RunningMeanStd(self.obs_dim)
         self.return_stats = RunningMeanStd()
+        self.lengths = np.zeros(num_envs)
 
     def reset(self, seed: int) -> None:
         """Start N new episodes that depend on `seed` alone."""
         self.envs.close()
         self.envs = self.make()  # some environments remember more than their reset clears
         raw_obs, self.info = self.envs.reset(seed=seed)
-        self.lengths = np.zeros(len(raw_obs))
-        self.scores = np.zeros(len(raw_obs))
-        self.discounted = np.zeros(len(raw_obs))
+        self.cut_steps = self.lengths.sum()
+        self.lengths, self.scores, self.discounted = np.zeros((3, len(raw_obs)))
         self.obs = self.normalize(raw_obs)
 
     def normalize(self, raw_obs: np.ndarray) -> np.ndarray:
@@ -497,7 +497,7 @@ def train(args: Args) -> dict[str, float]:
     rewards, terminations, truncations = np.zeros((3, *shape), np.float32)
 
     for iteration in range(run.first, run.last):
-        if run.starts_afresh(iteration):
+        if iteration == run.first or iteration % run.every == 0:  # after each checkpoint: so resuming is exact
             envs.reset(reseed(args.seed, iteration))
 
         # Play a segment of fixed length; the next one goes on where this one ends [1]
@@ -539,6 +539,7 @@ def train(args: Args) -> dict[str, float]:
         # Log and save
         metrics["losses/value_loss"] = torch.stack(losses).mean()
         unexplained = (batch["returns"] - batch["values"]).var(correction=0)
+        metrics["charts/cut_steps"] = envs.cut_steps / rewards.size / run.every
         metrics["losses/explained_variance"] = 1 - unexplained / batch["returns"].var(correction=0)
         if agent.actor_logstd is not None:
             metrics["charts/policy_std"] = agent.actor_logstd.detach().exp().mean()
@@ -624,21 +625,24 @@ def reseed(seed: int, iteration: int) -> int:
 # --- Environments
 
 
-def make_env(args: Args, film: bool = False, seed: int = 0) -> Any:
+def make_env(args: Args, film: bool = False) -> Any:
     """One environment with flat observations and actions. Raises gymnasium's errors, and UsageError."""
     if multiprocessing.parent_process():  # a worker of AsyncVectorEnv, which its parent ends
-        np.random.seed(seed)  # or each would have the same copy of its parent's generator
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    mujoco.set_mju_user_warning(warnings.warn)  # or each would go into a file in the current folder, too
     picture: Any = {"render_mode": "rgb_array"} if film else {}  # a keyword that some do not take
     env: Any = gym.make(args.env_id, disable_env_checker=True, **picture)
     space = env.action_space
-    known = isinstance(space, gym.spaces.Box | gym.spaces.Discrete)
-    require(known, f"--env-id {args.env_id} has actions {space}; this script takes Box and Discrete spaces")
-    env = gym.wrappers.FlattenObservation(env)
-    require(env.observation_space.shape[0] <= 10_000, f"--env-id {args.env_id} observes images; see ppo_atari.py")
     discrete = isinstance(space, gym.spaces.Discrete)
+    require(
+        discrete or isinstance(space, gym.spaces.Box) and space.dtype.kind == "f",
+        f"--env-id {args.env_id} has actions {space}; this script takes Discrete spaces and Box spaces of floats",
+    )
+    env = gym.wrappers.FlattenObservation(env)
+    require(
+        env.observation_space.shape[0] <= 10_000,
+        f"--env-id {args.env_id} observes images, which only Atari's script takes",
+    )
     unflatten = lambda x: space.start + x.argmax() if discrete else gym.spaces.unflatten(space, x)
     env = gym.wrappers.TransformAction(env, unflatten, gym.spaces.flatten_space(space))
     env.discrete = discrete
@@ -648,8 +652,7 @@ def make_env(args: Args, film: bool = False, seed: int = 0) -> Any:
 def make_envs(args: Args, num_envs: int) -> Any:
     """Environments stepped together; each restarts in the step that ends its episode."""
     kind = gym.vector.SyncVectorEnv if args.vectorization == "sync" else gym.vector.AsyncVectorEnv
-    makers = [functools.partial(make_env, args, seed=np.random.randint(2**31)) for _ in range(num_envs)]
-    return kind(makers, autoreset_mode=gym.vector.AutoresetMode.SAME_STEP)
+    return kind([lambda: make_env(args)] * num_envs, autoreset_mode=gym.vector.AutoresetMode.SAME_STEP)
 
 
 def probe_env(args: Args) -> Any:
@@ -658,14 +661,21 @@ def probe_env(args: Args) -> Any:
         hasattr(gym.vector, "AutoresetMode"), f"gymnasium {gym.__version__} is too old: pip install gymnasium==1.4.0"
     )
     env = make_env(args, args.capture_video)
-    env.reset()
-    obs, *_ = env.step(env.action_space.sample())
+    try:
+        env.reset()
+        obs, reward, *_ = env.step(env.action_space.sample())
+    except ValueError as error:  # of four values, as in the days of gym
+        raise UsageError(
+            f"--env-id {args.env_id} is not of Gymnasium 1: {error} ({traceback.extract_tb(error.__traceback__)[-1]})"
+        ) from None
     if args.capture_video:  # what it needs must be there
         import imageio_ffmpeg  # noqa: F401
     require(
-        obs.shape == env.observation_space.shape,
-        f"--env-id {args.env_id} observes {obs.shape}, not {env.observation_space}",
+        obs.shape == env.observation_space.shape and np.ndim(reward) == 0,
+        f"--env-id {args.env_id} observes {obs.shape}, not {env.observation_space}, or has no scalar reward",
     )
+    if 10 < np.abs(env.action_space.high).max() < np.inf:
+        tqdm.write(f"{args.env_id}: actions go far beyond ±1; gymnasium.wrappers.RescaleAction helps to learn them")
     return env
 
 
@@ -678,16 +688,16 @@ def in_numpy(agent: Agent, obs_dim: int) -> Policy:
     weights = [[p.detach().cpu().numpy().T for p in layer.parameters()] for layer in layers]
 
     def by_numpy(x: np.ndarray) -> np.ndarray:
-        for weight, bias in weights[:-1]:
-            x = np.tanh(x @ weight + bias)
-        weight, bias = weights[-1]
-        return x @ weight + bias
+        for weight, bias in weights:
+            outputs = x @ weight + bias
+            x = np.tanh(outputs)
+        return outputs
 
     @torch.inference_mode()
     def by_agent(x: np.ndarray) -> np.ndarray:
         return agent.policy(torch.from_numpy(x).to(agent.failures.device)).outputs.cpu().numpy()
 
-    x = np.random.default_rng(0).standard_normal((8, obs_dim), np.float32)
+    x = np.ones((1, obs_dim), np.float32)
     try:
         return by_numpy if np.allclose(by_numpy(x), by_agent(x), atol=1e-5) else by_agent
     except ValueError:  # other shapes
@@ -718,6 +728,7 @@ def average_gradients(agent: nn.Module) -> None:
 HEALTHY = (  # metric, its healthy range, and what it means to leave it
     ("trpo/cg_residual", 0, 0.5, "the natural gradient is hardly solved for; raise --cg-iters or --cg-damping"),
     ("trpo/backtracks", 0, 5, "steps are too long for the quadratic model of KL; raise --cg-damping, lower --max-kl"),
+    ("charts/cut_steps", 0, 0.05, "checkpoints cut long episodes, which no return shows; raise --checkpoint-every"),
     ("losses/explained_variance", 0, 1, "values are worse than a constant; check rewards, lower --learning-rate"),
 )
 
@@ -759,18 +770,20 @@ class Run:
         from torch.utils.tensorboard import SummaryWriter
 
         args = self.args
-        if args.track:
-            import wandb
-        unique = f"{args.seed}__{time.strftime('%y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}"
-        name = re.sub(r"[^\w.-]+", "-", f"{args.env_id}__{args.exp_name}__{unique}")
+        unique = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.strftime('%y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}"
+        name = re.sub(r"[^\w.-]+", "-", unique)
         self.folder = Path(args.resume or f"{args.run_dir}/{name}").absolute()
         try:
+            if args.track:
+                import wandb
+
+                wandb.login()
             self.folder.mkdir(parents=True, exist_ok=True)
             self.lock = FileLock(self.folder / "lock", timeout=0)
             self.lock.acquire()
             (self.folder / "args.json").write_text(json.dumps(asdict(args), indent=2))
-        except OSError as error:
-            raise UsageError(f"{self.folder} cannot be used, perhaps since another process does: {error}") from None
+        except Exception as error:
+            raise UsageError(f"{self.folder} cannot be used, by another process perhaps, or --track: {error}") from None
         if args.track:
             wandb.init(
                 project=args.wandb_project_name,
@@ -782,13 +795,12 @@ class Run:
                 sync_tensorboard=True,
             )
         step = self.first * self.batch_size
-        steps = self.last * self.batch_size
-        self.writer = SummaryWriter(str(self.folder), purge_step=step + 1)
-        self.bar = tqdm(total=steps, initial=step, unit="step", disable=not sys.stderr.isatty())
+        self.writer = SummaryWriter(self.folder, purge_step=step + 1)
+        self.bar = tqdm(total=self.last * self.batch_size, initial=step, unit="step", disable=None)
         atexit.register(self.close)  # also after an error
         self.bar.write(
-            f"run folder: {self.folder}\n{args.env_id}, step {step:,} to {steps:,} of {int(args.total_timesteps):,} by"
-            f" {self.batch_size:,}, saved every {self.every} iterations and at Ctrl-C"
+            f"run folder: {self.folder}\n{args.env_id}, step {step:,} to {self.last * self.batch_size:,} of"
+            f" {int(args.total_timesteps):,} by {self.batch_size:,}, saved every {self.every} iterations and at Ctrl-C"
         )
 
     def stop(self, *_: Any) -> None:
@@ -798,10 +810,6 @@ class Run:
         self.stopping = True
         if RANK == 0:
             tqdm.write("interrupted: this iteration is finished and saved first; once more leaves at once")
-
-    def starts_afresh(self, iteration: int) -> bool:
-        """Generators and environments restart at the start and after each checkpoint, which makes resuming exact."""
-        return iteration == self.first or iteration % self.every == 0
 
     def end_iteration(self, metrics: dict[str, Any]) -> None:
         """Log, and save when it is due; raises RunError if not all is finite, KeyboardInterrupt after `stop`."""
@@ -904,8 +912,8 @@ def report(run: Run, metrics: dict[str, Any]) -> None:
 def load_checkpoint(folder: str, **parts: Any) -> dict[str, Any]:
     """What the checkpoint of a run folder holds, loaded into `parts`, too. Executes nothing. Raises UsageError."""
     path = Path(folder, "checkpoint.pt")
-    require(path.exists(), f"{folder} holds no checkpoint.pt")
     try:
+        assert not zipfile.ZipFile(path).testzip()  # or a bit has changed
         state = torch.load(path, map_location="cpu", weights_only=True)
         for key, part in parts.items():
             part.load_state_dict(state[key])
@@ -924,19 +932,15 @@ def load_policy(folder: str, sample: bool = True) -> Policy:
     Actions are sampled as in training, or the most probable ones; discrete ones are one-hot. Raises UsageError if
     folder or environment cannot be used.
     """
-    saved = load_checkpoint(folder)
-    env = make_env(saved["args"])
-    (obs_dim,) = env.observation_space.shape
-    obs_stats = RunningMeanStd(obs_dim)
-    obs_stats.load_state_dict(saved["obs_stats"])
-    agent = Agent(env.observation_space.shape[0], env.action_space.shape[0], env.discrete)
-    agent.load_state_dict(saved["agent"])
+    envs = NormalizedEnvs(load_checkpoint(folder)["args"], 1)
+    agent = Agent(envs.obs_dim, envs.action_dim, envs.envs.discrete)
+    load_checkpoint(folder, agent=agent, obs_stats=envs.obs_stats)
 
     @torch.inference_mode()
     def policy(raw_obs: np.ndarray) -> np.ndarray:
-        pi = agent.policy(torch.from_numpy(obs_stats.normalize(raw_obs)))
+        pi = agent.policy(torch.from_numpy(envs.obs_stats.normalize(raw_obs)))
         noise = pi.noise(*pi.outputs.shape) if sample else 0
-        return pi.choose((pi.outputs + noise).numpy()).clip(env.action_space.low, env.action_space.high)
+        return pi.choose((pi.outputs + noise).numpy()).clip(envs.low, envs.high)
 
     return policy
 
@@ -999,7 +1003,7 @@ def parse_args(argv: list[str] | None = None) -> Args:
 
 
 def main() -> None:
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # a log shows at once what was said
+    sys.stdout.reconfigure(line_buffering=True, errors="replace")  # type: ignore[union-attr]  # said at once
     try:
         args = parse_args()
         if args.evaluate:

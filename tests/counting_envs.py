@@ -48,7 +48,7 @@ class Counting(gym.Env):
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         super().reset(seed=seed)
         self.t, self.episode, self.draw = 0, self.episode + 1, float(self.np_random.random())
-        return self.observe(), {"t": self.t}
+        return self.observe() if self.fault == "old reset" else (self.observe(), {"t": self.t})  # type: ignore[return-value]
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         assert self.action_space.contains(action), f"{action!r} is outside {self.action_space}"
@@ -59,6 +59,10 @@ class Counting(gym.Env):
         reward = named[self.reward] if isinstance(self.reward, str) else self.reward
         last = self.t >= self.end
         ends = last and self.ending in ("terminate", "both"), last and self.ending in ("truncate", "both")
+        if self.fault == "old step":
+            return self.observe(), reward, last, {}  # type: ignore[return-value]
+        if self.fault == "vector reward":
+            return self.observe(), np.ones(2), *ends, {}  # type: ignore[return-value]
         return self.observe(), reward, *ends, {"t": self.t}
 
     def render(self) -> np.ndarray | None:
@@ -87,6 +91,11 @@ IDS: dict[str, dict[str, Any]] = {
     "NanObs": {"fault": "nan observation"},
     "Crash": {"fault": "crash", "end": 50},
     "WrongShape": {"fault": "undeclared shape"},
+    "OldStep": {"fault": "old step"},
+    "OldReset": {"fault": "old reset"},
+    "VectorReward": {"fault": "vector reward"},
+    "IntegerBox": {"action": box(0, 10, (2,), np.int64)},
+    "WideBox": {"action": box(-1000.0, 1000.0, (2,), np.float32)},
     "Box05": {"action": box(0.0, 5.0, (2,), np.float32)},
     "HalfOpen": {"action": box(np.array([-1.0, -np.inf], np.float32), np.array([np.inf, 1.0], np.float32))},
     "Unbounded": {"action": box(-np.inf, np.inf, (2,), np.float32)},

@@ -35,7 +35,7 @@ RELOADED = (
 M = Mutant
 MUTANTS = [
     # 1 vectorised architecture
-    M("1", ALL, "every segment starts new episodes", "if run.starts_afresh(iteration):", "if run.starts_afresh(iteration) or True:"),
+    M("1", ALL, "every segment starts new episodes", "if iteration == run.first or iteration % run.every == 0:", "if True:"),
     M("1", CONTROL, "all environments get the first one's action", "executed = actions.clip(", "executed = actions[[0] * len(actions)].clip("),
     M("1", ATARI, "all games get the first one's action", "game.send(actions[i : i + 1])", "game.send(actions[:1])"),
     M("1", CONTROL, "rows begin with the old episode's last observation", "self.obs[dones] = self.normalize(", "self.normalize("),
@@ -155,7 +155,7 @@ MUTANTS = [
     M("28", f"{CONTINUOUS} {TRPO}", "observations are not centred", "((x - mean) / std)", "(x / std)"),
     M("28", PENALTY, "the statistics are never taken", "self.obs_stats.update(raw_obs.astype(np.float64))", "pass"),
     M("28", f"{PENALTY} {TRPO}", "divided by the variance", "((x - mean) / std)", "((x - mean) / std**2)"),
-    M("28", f"{CONTINUOUS} {TRPO}", "the spread is that around 0", "squares / count - np.square(mean)", "squares / count", sample=CONTINUOUS),
+    M("28", f"{CONTINUOUS} {TRPO}", "the spread is that around 0", "squares / count - mean**2", "squares / count", sample=CONTINUOUS),
     M("28", f"{PENALTY} {TRPO}", "the last rows alone count", "self.sums += np.array", "self.sums[:] = np.array"),
     M("29", f"{CONTINUOUS} {TRPO}", "outliers stay", ".clip(-10, 10).astype(np.float32)", ".astype(np.float32)"),
     M("29", f"{PENALTY}", "clipped at ±5", ".clip(-10, 10).astype(np.float32)", ".clip(-5, 5).astype(np.float32)"),
@@ -173,9 +173,9 @@ MUTANTS = [
     M("6", f"{PPO}", "rows hold the observations of others", "{name: x[index] for name, x in batch.items()}", '{name: x[index.flip(0) if name == "obs" else index] for name, x in batch.items()}'),
     M("6", TRPO, "rows hold the observations of others", 'values_fn(batch["obs"][index])', 'values_fn(batch["obs"][index.flip(0)])'),
     M("restarts", CONTROL, "the random numbers are the same after every restart", "SeedSequence((seed, iteration, RANK))", "SeedSequence((seed, RANK))", tests="test_control.py::test_environments_that_draw_from_the_global_generator_depend_on_the_seed_alone"),
-    M("policy", CONTROL, "the statistics are not restored", 'obs_stats.load_state_dict(saved["obs_stats"])', "pass", tests=RELOADED),
-    M("policy", GAUSSIAN, "the statistics go on", "means(obs_stats.normalize(raw_obs))", "means((obs_stats.update(np.atleast_2d(raw_obs).astype(np.float64)), obs_stats.normalize(raw_obs))[1])", tests=RELOADED),
-    M("policy", TRPO, "the statistics go on", "torch.from_numpy(obs_stats.normalize(raw_obs))", "torch.from_numpy((obs_stats.update(np.atleast_2d(raw_obs).astype(np.float64)), obs_stats.normalize(raw_obs))[1])", tests=RELOADED),
+    M("policy", CONTROL, "the statistics are not restored", "load_checkpoint(folder, agent=agent, obs_stats=envs.obs_stats)", "load_checkpoint(folder, agent=agent)", tests=RELOADED),
+    M("policy", GAUSSIAN, "the statistics go on", "means(envs.obs_stats.normalize(raw_obs))", "means((envs.obs_stats.update(np.atleast_2d(raw_obs).astype(np.float64)), envs.obs_stats.normalize(raw_obs))[1])", tests=RELOADED),
+    M("policy", TRPO, "the statistics go on", "torch.from_numpy(envs.obs_stats.normalize(raw_obs))", "torch.from_numpy((envs.obs_stats.update(np.atleast_2d(raw_obs).astype(np.float64)), envs.obs_stats.normalize(raw_obs))[1])", tests=RELOADED),
     M("policy", GAUSSIAN, "--no-eval-sample samples", "        if sample:\n", "        if True:\n", tests=RELOADED),
     M("policy", TRPO, "--no-eval-sample samples", "if sample else 0", "if True else 0", tests=RELOADED),
     M("policy", ATARI, "--no-eval-sample samples", "distribution.sample() if sample else", "distribution.sample() if True else", tests="test_runs.py::test_a_reloaded_policy_of_atari_acts_like_the_agent_in_memory"),

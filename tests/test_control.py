@@ -259,10 +259,14 @@ def test_structured_observations_are_flattened(name: str, kind: str, size: int) 
 @pytest.mark.parametrize(
     "kind, words",
     [
-        ("ImageObs", "ppo_atari.py"),
-        ("FlatImageObs", "ppo_atari.py"),
+        ("ImageObs", "only Atari's script"),
+        ("FlatImageObs", "only Atari's script"),
         ("SequenceAction", "Box"),
+        ("IntegerBox", "Box spaces of floats"),
         ("WrongShape", r"observes \(4,\), not"),
+        ("VectorReward", "no scalar reward"),
+        ("OldStep", "not of Gymnasium 1: .*expected 5, got 4"),
+        ("OldReset", "not of Gymnasium 1: .*expected 2"),
     ],
 )
 def test_spaces_that_cannot_work_are_refused(name: str, kind: str, words: str) -> None:
@@ -273,8 +277,29 @@ def test_spaces_that_cannot_work_are_refused(name: str, kind: str, words: str) -
 
 @pytest.mark.parametrize("name", GAUSSIAN)
 def test_discrete_actions_are_for_trpo(name: str) -> None:
-    with pytest.raises(MODULES[name].UsageError, match="Box"):
+    with pytest.raises(MODULES[name].UsageError, match=r"Box spaces of floats, trpo\.py"):
         envs(MODULES[name], "DiscreteAction")
+
+
+@every_box
+def test_actions_far_beyond_those_of_a_new_policy_are_said(name: str, capsys) -> None:
+    for kind, said in (("WideBox", True), ("Box05", False), ("Unbounded", False)):
+        envs(MODULES[name], kind)
+        assert ("gymnasium.wrappers.RescaleAction" in capsys.readouterr().out) == said, kind
+
+
+@pytest.mark.parametrize("kind, every, shares", [("Trunc", 1, [0, 4 / 64, 4 / 64]), ("Hundred", 2, [0, 0, 28 / 128])])
+def test_steps_of_episodes_that_a_restart_cuts_are_counted(
+    control, small_args, monkeypatch, kind: str, every: int, shares: list[float]
+) -> None:
+    logged = []
+    end = control.Run.end_iteration
+    monkeypatch.setattr(
+        control.Run, "end_iteration", lambda run, x: (logged.append(x["charts/cut_steps"]), end(run, x))[1]
+    )
+    env_id = f"counting_envs:{kind}-v0"
+    control.train(small_args(control, env_id=env_id, total_timesteps=384, checkpoint_every=every))
+    assert logged == pytest.approx(shares)
 
 
 @every_box
@@ -321,7 +346,7 @@ def test_environments_that_draw_from_the_global_generator_depend_on_the_seed_alo
     for seed, iteration in ((1, 0), (2, 0), (1, 1), (1, 0)):
         env.reset(MODULES[name].reseed(seed, iteration))
         draws.append(env.envs.reset()[0][:, 2].tolist())
-        assert len(set(draws[-1])) == 4
+        assert len(set(draws[-1])) == (4 if kind == "sync" else 1)  # workers begin as copies
     env.envs.close()
     *different, again = draws
     assert again == draws[0] and len(set(map(tuple, different))) == 3

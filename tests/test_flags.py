@@ -154,7 +154,7 @@ def outcome(module: ModuleType, cwd: Path, flags: dict[str, Any], monkeypatch: A
             {key: value for key, value in kwargs.items() if key not in ("id", "dir", "config")}
         )
     )
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=remember("wandb"), finish=lambda: None))
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=remember("wandb"), login=str, finish=lambda: None))
     monkeypatch.setattr(torch, "compile", lambda f, **options: seen.setdefault("compiled", True) and f)
     monkeypatch.setattr(torch.nn.Module, "compile", remember("compiled"))
     cwd.mkdir()

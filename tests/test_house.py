@@ -38,6 +38,7 @@ MEANT_TO_DIFFER = {
     "make_env": "games; TRPO takes discrete actions too",
     "in_numpy": "TRPO's network has outputs of two kinds",
     "load_policy": "network and distribution",
+    "Run.__init__": "TRPO's step size does not fall, and so does not rise with the budget",
     "Run.end_iteration": "Atari has no statistics of observations and returns to share",
     "play": "games are shown in colour by a second emulator, and shared out among environments",
     "evaluate": "what is sampled, and what is best",

@@ -178,7 +178,7 @@ def trained(module: Any) -> dict[str, Any]:
     draw_for_two(module, args)
     adapt = pay_each_game_its_own if atari else normalize_by_earlier_iterations
     adapt(module)
-    begun = watch(here, module.Run, "starts_afresh", lambda args, _: state_of(args[0]))
+    begun = watch(here, module.Run, "__init__", lambda args, _: state_of(args[0]))
     norms = watch(here, torch.nn.utils, "clip_grad_norm_", lambda _, norm: float(norm))
     ended = watch(here, module.Run, "end_iteration", lambda args, _: state_of(args[0]))
     metrics = module.train(args)

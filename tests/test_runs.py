@@ -23,6 +23,7 @@ from conftest import (
     BUDGET,
     CONTROL,
     MODULES,
+    PPO,
     ROOT,
     SMALL,
     Forked,
@@ -246,7 +247,7 @@ BAD = [
     (["--device", "cuda:9"], "--device"),
     (["--device", "mps"], "--device"),
     (["--resume", "no/such/run"], "no/such/run"),
-    (["--evaluate", "."], "no checkpoint.pt"),
+    (["--evaluate", "."], "checkpoint.pt is no whole checkpoint"),
     (["--run-dir", "/dev/null/runs"], "/dev/null/runs"),
 ]
 CONTROL_BAD = [
@@ -394,7 +395,7 @@ def test_bar_and_mirror_are_told_the_whole_run(name: str, tmp_path: Path, monkey
     told: list[dict[str, Any]] = []
     monkeypatch.setattr(module, "tqdm", Bar)
     monkeypatch.setattr(Bar, "shown", [])
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **options: told.append(options)))
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **options: told.append(options), login=str))
     mine = ["--run-dir", str(tmp_path), "--track", "--wandb-entity", "me"]
     module.train(module.parse_args([*SMALL[name], BUDGET[name], "256", *mine]))
     (folder,) = tmp_path.iterdir()
@@ -406,6 +407,25 @@ def test_bar_and_mirror_are_told_the_whole_run(name: str, tmp_path: Path, monkey
         expected = {"project": "ppo", "entity": "me", "id": folder.name, "dir": folder, "resume": "allow"}
         assert options == expected | {"sync_tensorboard": True}
     assert len(told) == 2
+
+
+@pytest.mark.parametrize("name", CONTROL)
+def test_a_mirror_that_cannot_log_in_is_said_before_anything_is_written(name: str, tmp_path: Path, monkeypatch) -> None:
+    module = MODULES[name]
+
+    def login() -> None:
+        raise RuntimeError("no API key")
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(login=login))
+    args = module.parse_args([*SMALL[name], "--run-dir", str(tmp_path / "runs"), "--track"])
+    with pytest.raises(module.UsageError, match="--track: no API key"):
+        module.train(args)
+    assert not list(tmp_path.iterdir())
+
+
+def test_help_is_printed_in_any_code_page(name: str, tmp_path: Path) -> None:
+    result = run(name, "--help", cwd=tmp_path, fresh=True, env={"PYTHONIOENCODING": "cp1252"})
+    assert result.returncode == 0 and "--learning-rate" in result.stdout
 
 
 def test_run_folders_are_flat_and_unique(name: str, tmp_path: Path) -> None:
@@ -431,6 +451,9 @@ def test_resume_refuses_what_would_make_another_run_and_takes_the_rest(name: str
     assert (folder / "checkpoint.pt").read_bytes() == before
     longer = run(name, "--resume", folder, BUDGET[name], 768, cwd=tmp_path)
     assert longer.returncode == 0 and "512 to 768" in longer.stdout
+    if name in PPO:
+        rate = MODULES[name].Args.learning_rate
+        assert f"learning rate {rate / 4:.2g} when it was saved, {rate / 3:.2g} now" in longer.stdout
     assert checkpoint(folder)["iteration"] == 6
     assert [step for step, _ in scalars(folder)["losses/value_loss"]] == list(range(128, 769, 128))
 
@@ -447,11 +470,18 @@ def hostile(path: Path) -> None:
     torch.save({"agent": Trap(), "iteration": 1, "scores": []}, path)
 
 
+def flipped(path: Path) -> None:
+    """One bit, in the middle of a tensor's bytes."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+
+
 def foreign(path: Path) -> None:
     torch.save({"weights": torch.zeros(3)}, path)
 
 
-@pytest.mark.parametrize("spoil", [torn, hostile, foreign, Path.unlink], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("spoil", [torn, flipped, hostile, foreign, Path.unlink], ids=lambda f: f.__name__)
 def test_spoiled_checkpoints_are_refused_in_a_sentence(
     name: str, tmp_path: Path, spoil: Any, monkeypatch, capsys
 ) -> None:
