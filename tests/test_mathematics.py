@@ -595,6 +595,7 @@ def test_the_policy_in_numpy_is_the_agent_whatever_its_layers_are(name: str) -> 
         "deeper": (nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3)), True),
         "shallow": (nn.Sequential(nn.Linear(5, 3)), True),
         "ReLU": (nn.Sequential(nn.Linear(5, 64), nn.ReLU(), nn.Linear(64, 3)), False),
+        "other shapes": (nn.Sequential(nn.Linear(5, 8), nn.GLU(), nn.Linear(4, 3)), False),
         "norm": (nn.Sequential(nn.LayerNorm(5), nn.Linear(5, 64), nn.Tanh(), nn.Linear(64, 3)), False),
         "bounded": (nn.Sequential(nn.Linear(5, 64), nn.Tanh(), nn.Linear(64, 3), nn.Tanh()), False),
     }
