@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from xml.etree import ElementTree
 
-from conftest import GAUSSIAN, IMPORTED, ROOT, SCRIPTS, TESTS, forked, left_in
+from conftest import BOXES, GAUSSIAN, IMPORTED, ROOT, SCRIPTS, TESTS, forked, left_in
 from test_mutations import BEHAVIOUR, IMPORTED_TOO, ONLY
 
 OUT = set(  # functions and names that read and refuse flags and files
@@ -53,6 +53,7 @@ LEFT_OUT = {  # part of a test's name -> why
     "test_a_killed_worker": "gymnasium's part",
     "likely-": "the reloaded policy is tested in memory, too",
 }
+SYMMETRIC = {"max", "min", "maximum", "minimum", "allclose"}  # mean the same with their arguments exchanged
 SQUARED = "(a - b)² = (b - a)², bit for bit, and so are the gradients"
 EQUIVALENT = [  # script, old line, new line, why nothing can tell them apart
     (
@@ -72,6 +73,15 @@ EQUIVALENT.append(
         SQUARED,
     )
 )
+EQUIVALENT += [
+    (
+        script,
+        "def make_env(args: Args, film: bool = False, seed: int = 0) -> Any:",
+        "def make_env(args: Args, film: bool = False, seed: int = 1) -> Any:",
+        "only workers use it, and they are always given one",
+    )
+    for script in BOXES
+]
 
 SYMBOLS: dict[type[ast.AST], str] = {
     ast.Add: "+",
@@ -184,6 +194,8 @@ class Source:
                 yield Change(self.start(argument), self.start(given[i + 1]), "")
             else:
                 yield Change(self.end(given[i - 1]) if i else self.start(argument), self.end(argument), "")
+        if called(call) in SYMMETRIC:
+            return
         for a, b in zip(call.args, call.args[1:], strict=False):
             between = self.bytes[self.end(a) : self.start(b)].decode()
             yield Change(self.start(a), self.end(b), self.of(b) + between + self.of(a))

@@ -121,10 +121,19 @@ PUBLISHED: dict[
     | MUJOCO
     | {"learning_rate": 1e-3, "num_minibatches": 16, "max_kl": 0.01, "cg_iters": 10, "cg_damping": 0.1}
     | {"fvp_subsample": 1, "line_search_steps": 10, "line_search_decay": 0.8},
+    "rlhf_ppo_gpt2": CLASSIC  # 1909.08593, appendix A, and what the built-in task needs
+    | {"preset": "default", "prompt_length": 64, "response_length": 24, "temperature": 1.0, "sft_size": 20_000}
+    | {"sft_learning_rate": 1e-3, "num_pairs": 16_000, "reward_learning_rate": 3e-4, "fit_batch_size": 32}
+    | {"total_episodes": 10_240, "batch_size": 128, "num_minibatches": 4, "update_epochs": 4, "learning_rate": 3e-4}
+    | {"anneal_lr": True, "adam_eps": 1e-5, "gamma": 1.0, "clip_coef": 0.2, "clip_vloss": True, "vf_coef": 0.1}
+    | {"max_grad_norm": 1.0, "beta": 0.15, "beta_controller": "fixed", "kl_target": 6.0, "kl_horizon": 10_000}
+    | {"value_model": "separate", "whiten_rewards": False, "missing_eos_penalty": 1.0, "best_of_n": 0}
+    | {"self_check": True, "min_accuracy": 0.55, "checkpoint_every": 20, "eval_every": 10, "eval_episodes": 256}
+    | dict.fromkeys(("model", "prompts", "preferences", "reward_model", "sft", "micro_batch_size", "target_kl")),
 }
 
 
-@pytest.mark.parametrize("script", CONTROL)
+@pytest.mark.parametrize("script", SCRIPTS)
 def test_the_defaults_are_the_published_ones(script: str) -> None:
     defaults = dataclasses.asdict(MODULES[script].Args())
     named = {"exp_name": script, "wandb_project_name": "ppo", "resume": None, "evaluate": None, "wandb_entity": None}

@@ -148,6 +148,7 @@ def test_normalised_advantages_are_standard_scores(name: str, seed: int, scale: 
     constant = normalize(torch.full((8,), shift, dtype=torch.float64))
     torch.testing.assert_close(constant, torch.zeros_like(constant), atol=1e-5, rtol=0)  # and not NaN
     assert normalize(torch.ones(4)).tolist() == [0, 0, 0, 0]
+    assert normalize(1e-8 * tensor([1.0, -1.0])).tolist() == pytest.approx([0.5, -0.5])  # where 1e-8 is the spread
 
 
 @pytest.mark.detail("6")
@@ -389,6 +390,13 @@ def test_debug_variables_of_known_ratios(name: str) -> None:
         assert float(stats["losses/clipfrac"]) == pytest.approx(0.5)
     _, stats = module.ppo_loss(args, agent, batch | {"logprobs": density})
     assert float(stats["losses/approx_kl"]) == pytest.approx(0, abs=3e-7)
+    if name in CLIP:  # an ε of 0 clips nothing that has not moved
+        policy, _ = agent(batch["obs"])
+        own = policy.log_prob(batch["actions"]) if name == "ppo_atari" else None
+        if own is None:
+            own = module.gaussian_logprob(batch["actions"], policy, agent.actor_logstd)
+        _, stats = module.ppo_loss(module.Args(clip_coef=0.0), agent, batch | {"logprobs": own.detach()})
+        assert float(stats["losses/clipfrac"]) == 0
 
 
 @pytest.mark.slow
@@ -474,6 +482,8 @@ def test_the_kl_of_the_penalty_by_invariance_and_by_matrices(seed: int, scale: f
     [
         (2.0, 0.0299, 0.045, 1.0),  # a target of 0.045 lets KL be from 0.03 to 0.0675
         (2.0, 0.0301, 0.045, 2.0),
+        (2.0, 1.0, 1.5, 2.0),  # both ends are within
+        (2.0, 3.0, 2.0, 2.0),
         (2.0, 0.0674, 0.045, 2.0),
         (2.0, 0.0676, 0.045, 4.0),
         (1.5e-4, 0.0, 1.0, 1e-4),
@@ -585,6 +595,7 @@ def test_the_policy_in_numpy_is_the_agent_whatever_its_layers_are(name: str) -> 
         "deeper": (nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3)), True),
         "shallow": (nn.Sequential(nn.Linear(5, 3)), True),
         "ReLU": (nn.Sequential(nn.Linear(5, 64), nn.ReLU(), nn.Linear(64, 3)), False),
+        "other shapes": (nn.Sequential(nn.Linear(5, 8), nn.GLU(), nn.Linear(4, 3)), False),
         "norm": (nn.Sequential(nn.LayerNorm(5), nn.Linear(5, 64), nn.Tanh(), nn.Linear(64, 3)), False),
         "bounded": (nn.Sequential(nn.Linear(5, 64), nn.Tanh(), nn.Linear(64, 3), nn.Tanh()), False),
     }
@@ -624,6 +635,8 @@ def test_running_statistics_are_those_of_the_whole_stream(name: str, shift: floa
     fresh = MODULES[name].RunningMeanStd(3)
     assert fresh.mean_and_std()[0].tolist() == [0, 0, 0]
     np.testing.assert_allclose(fresh.mean_and_std()[1], 1)
+    fresh.update(np.zeros((10**5, 3)))
+    np.testing.assert_allclose(fresh.mean_and_std()[1], math.sqrt(1e-4 / 1e5 + 1e-8))  # never 0
 
 
 @pytest.mark.detail("28")

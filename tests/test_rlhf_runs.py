@@ -486,6 +486,8 @@ def test_the_smoke_preset_gives_defaults_that_flags_override() -> None:
     args = rlhf.parse_args(["--preset", "smoke", "--batch-size", "32"])
     assert args.batch_size == 32 and args.total_episodes == rlhf.SMOKE["total_episodes"] and args.preset == "smoke"
     assert rlhf.parse_args([]).total_episodes > 5_000
+    about_a_minute = {"sft_size": 4_000, "num_pairs": 1_000, "total_episodes": 512, "batch_size": 64}
+    assert about_a_minute | {"eval_episodes": 64, "min_accuracy": 0.5} == rlhf.SMOKE
 
 
 def test_health_names_the_metric_and_a_remedy_for_rlhf() -> None:
