@@ -156,7 +156,6 @@ class AtariGames:
 
     def reset(self, seed: int) -> None:
         """Start N new games that depend on `seed` alone."""
-        self.cut_steps = int(self.lengths.sum())
         for i, game in enumerate(self.games):
             frames, info = game.reset(seed=np.array([(seed + i) % 2**30 + 1]))  # 0 would be ignored
             self.obs[i] = frames[0]
@@ -312,6 +311,11 @@ def ppo_loss(args: Args, agent: Agent, batch: dict[str, Tensor]) -> tuple[Tensor
     return loss, {name: x.detach() for name, x in stats.items()}
 
 
+def explained_variance(values: Tensor, returns: Tensor) -> Tensor:
+    """1 - Var[R - V] / Var[R] of values and returns [B], a scalar: 1 is perfect, a constant has 0. [12]"""
+    return 1 - (returns - values).var(correction=0) / returns.var(correction=0)
+
+
 def train(args: Args) -> dict[str, float]:
     """Run Algorithm 1; returns the last metrics. Raises UsageError before anything is written, and RunError."""
     device = start(args)
@@ -377,9 +381,9 @@ def train(args: Args) -> dict[str, float]:
 
         # Log and save
         metrics: dict[str, Any] = {name: torch.stack([stats[name] for stats in history]).mean() for name in history[0]}
-        unexplained = (batch["returns"] - batch["values"]).var(correction=0)
-        metrics["losses/explained_variance"] = 1 - unexplained / batch["returns"].var(correction=0)
-        metrics |= {"charts/minibatches": len(history), "charts/cut_steps": games.cut_steps / rewards.size / run.every}
+        metrics["losses/explained_variance"] = explained_variance(batch["values"], batch["returns"])
+        metrics["charts/minibatches"] = len(history)
+        metrics["charts/cut_steps"] = games.lengths.sum() / rewards.size / run.every
         run.end_iteration(metrics)
     return run.finish()
 

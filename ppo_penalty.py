@@ -158,14 +158,12 @@ class NormalizedEnvs:
         self.obs_dim, self.action_dim = self.envs.observation_space.shape[0], len(self.low)
         self.obs_stats = RunningMeanStd(self.obs_dim)
         self.return_stats = RunningMeanStd()
-        self.lengths = np.zeros(num_envs)
 
     def reset(self, seed: int) -> None:
         """Start N new episodes that depend on `seed` alone."""
         self.envs.close()
         self.envs = self.make()  # some environments remember more than their reset clears
         raw_obs, self.info = self.envs.reset(seed=seed)
-        self.cut_steps = self.lengths.sum()
         self.lengths, self.scores, self.discounted = np.zeros((3, len(raw_obs)))
         self.obs = self.normalize(raw_obs)
 
@@ -331,6 +329,11 @@ def ppo_loss(args: Args, agent: Agent, batch: dict[str, Tensor]) -> tuple[Tensor
     return loss, {name: x.detach() for name, x in stats.items()}
 
 
+def explained_variance(values: Tensor, returns: Tensor) -> Tensor:
+    """1 - Var[R - V] / Var[R] of values and returns [B], a scalar: 1 is perfect, a constant has 0. [12]"""
+    return 1 - (returns - values).var(correction=0) / returns.var(correction=0)
+
+
 def train(args: Args) -> dict[str, float]:
     """Run Algorithm 1; returns the last metrics. Raises UsageError before anything is written, and RunError."""
     device = start(args)
@@ -390,9 +393,9 @@ def train(args: Args) -> dict[str, float]:
 
         # Log and save
         metrics: dict[str, Any] = {name: torch.stack([stats[name] for stats in history]).mean() for name in history[0]}
-        unexplained = (batch["returns"] - batch["values"]).var(correction=0)
-        metrics |= {"charts/minibatches": len(history), "charts/cut_steps": envs.cut_steps / rewards.size / run.every}
-        metrics["losses/explained_variance"] = 1 - unexplained / batch["returns"].var(correction=0)
+        metrics["charts/minibatches"] = len(history)
+        metrics["charts/cut_steps"] = envs.lengths.sum() / rewards.size / run.every
+        metrics["losses/explained_variance"] = explained_variance(batch["values"], batch["returns"])
         _, after = ppo_loss(args, agent, batch)
         metrics["losses/kl"] = global_mean(after["losses/kl"]).item()  # of the whole batch, after all epochs
         if args.adaptive_beta:  # for the next iteration

@@ -163,14 +163,12 @@ class NormalizedEnvs:
         self.obs_dim, self.action_dim = self.envs.observation_space.shape[0], len(self.low)
         self.obs_stats = RunningMeanStd(self.obs_dim)
         self.return_stats = RunningMeanStd()
-        self.lengths = np.zeros(num_envs)
 
     def reset(self, seed: int) -> None:
         """Start N new episodes that depend on `seed` alone."""
         self.envs.close()
         self.envs = self.make()  # some environments remember more than their reset clears
         raw_obs, self.info = self.envs.reset(seed=seed)
-        self.cut_steps = self.lengths.sum()
         self.lengths, self.scores, self.discounted = np.zeros((3, len(raw_obs)))
         self.obs = self.normalize(raw_obs)
 
@@ -480,6 +478,11 @@ def value_loss(new_values: Tensor, returns: Tensor) -> Tensor:
     return 0.5 * (new_values - returns).square().mean()
 
 
+def explained_variance(values: Tensor, returns: Tensor) -> Tensor:
+    """1 - Var[R - V] / Var[R] of values and returns [B], a scalar: 1 is perfect, a constant has 0. [12]"""
+    return 1 - (returns - values).var(correction=0) / returns.var(correction=0)
+
+
 def train(args: Args) -> dict[str, float]:
     """Run the loop; returns the last metrics. Raises UsageError before anything is written, and RunError."""
     device = start(args)
@@ -538,9 +541,8 @@ def train(args: Args) -> dict[str, float]:
 
         # Log and save
         metrics["losses/value_loss"] = torch.stack(losses).mean()
-        unexplained = (batch["returns"] - batch["values"]).var(correction=0)
-        metrics["charts/cut_steps"] = envs.cut_steps / rewards.size / run.every
-        metrics["losses/explained_variance"] = 1 - unexplained / batch["returns"].var(correction=0)
+        metrics["charts/cut_steps"] = envs.lengths.sum() / rewards.size / run.every
+        metrics["losses/explained_variance"] = explained_variance(batch["values"], batch["returns"])
         if agent.actor_logstd is not None:
             metrics["charts/policy_std"] = agent.actor_logstd.detach().exp().mean()
             metrics["charts/clipped_actions"] = np.mean(actions != actions.clip(envs.low, envs.high))

@@ -48,7 +48,7 @@ class Counting(gym.Env):
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         super().reset(seed=seed)
         self.t, self.episode, self.draw = 0, self.episode + 1, float(self.np_random.random())
-        return self.observe() if self.fault == "old reset" else (self.observe(), {"t": self.t})  # type: ignore[return-value]
+        return self.observe() if self.fault == "old reset" else (self.observe(), {"t": self.t})
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         assert self.action_space.contains(action), f"{action!r} is outside {self.action_space}"

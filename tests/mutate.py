@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from xml.etree import ElementTree
 
-from conftest import BOXES, GAUSSIAN, IMPORTED, ROOT, SCRIPTS, TESTS, forked, left_in
+from conftest import GAUSSIAN, IMPORTED, ROOT, SCRIPTS, TESTS, forked, left_in
 from test_mutations import BEHAVIOUR, IMPORTED_TOO, ONLY
 
 OUT = set(  # functions and names that read and refuse flags and files
@@ -73,15 +73,6 @@ EQUIVALENT.append(
         SQUARED,
     )
 )
-EQUIVALENT += [
-    (
-        script,
-        "def make_env(args: Args, film: bool = False, seed: int = 0) -> Any:",
-        "def make_env(args: Args, film: bool = False, seed: int = 1) -> Any:",
-        "only workers use it, and they are always given one",
-    )
-    for script in BOXES
-]
 
 SYMBOLS: dict[type[ast.AST], str] = {
     ast.Add: "+",

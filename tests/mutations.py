@@ -106,7 +106,7 @@ MUTANTS = [
     M("12", TRPO, "the second estimate of KL has the wrong sign", '"approx_kl": (logratio.expm1() - logratio).mean()', '"approx_kl": (logratio - logratio.expm1()).mean()'),
     M("12", TRPO, "the loss is logged with the sign of the objective", '{f"losses/{name}": x for', '{f"losses/{name}": -x if name == "policy_loss" else x for'),
     M("12", PPO, "what is logged is the last minibatch's", "torch.stack([stats[name] for stats in history]).mean()", "history[-1][name]"),
-    M("12", ALL, "the variance explained is the one left over", "= 1 - unexplained / ", "= unexplained / "),
+    M("12", ALL, "the variance explained is the one left over", "return 1 - (returns - values)", "return (returns - values)"),
     # 13 shared or separate networks
     M("13", ATARI, "the value does not train the shared network", "self.critic(hidden)", "self.critic(hidden.detach())"),
     M("13", ATARI, "the policy does not train the shared network", "self.actor(hidden)", "self.actor(hidden.detach())"),

@@ -653,7 +653,7 @@ def test_spaces_that_it_cannot_take_are_refused(monkeypatch: pytest.MonkeyPatch)
     space = gym.spaces.MultiDiscrete([2, 3])
     make: Any = type(gym.make("counting_envs:Trunc-v0").unwrapped)
     monkeypatch.setattr(trpo.gym, "make", lambda *a, **k: make(action=space))
-    with pytest.raises(trpo.UsageError, match="MultiDiscrete.*Box and Discrete"):
+    with pytest.raises(trpo.UsageError, match="MultiDiscrete.*Discrete spaces and Box spaces of floats"):
         trpo.probe_env(make_args())
 
 

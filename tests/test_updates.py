@@ -678,6 +678,9 @@ def check_figures(record: Record, figures: list[dict[str, float]], episodes: lis
     for tag, column in (("charts/episodic_return", 1), ("charts/episodic_length", 2)):
         rows = np.array([(row[0], row[column]) for row in ended])
         same(f"{tag}, episode {{}}", sorted(record.logged[tag]), rows, 1e-6)
+    for k in range(2):
+        unfinished = (k + 1) * size - sum(row[-1] for half in episodes[: k + 1] for row in half)
+        figures[k]["charts/cut_steps"] = unfinished / (size * args.checkpoint_every)
     others = record.logged.keys() - {"charts/episodic_return", "charts/episodic_length", "charts/SPS"}
     assert others == figures[0].keys() == figures[1].keys()
     for tag in sorted(others):
