@@ -147,22 +147,19 @@ class Episode(NamedTuple):
 def valid_actions(space: Any, info: dict[str, Any]) -> np.ndarray:
     """Which actions may be chosen, bool [..., A, M]: those of `space` that `info["action_mask"]` does not exclude [S4].
 
-    The mask has a number for each action of the first component, then of the second, and so on; an environment that
-    gives none allows all. Components of fewer than M actions are filled up with invalid ones [37]. Raises RunError.
+    The mask has a number for each action of the first component, then of the second, and so on. Components of fewer
+    than M actions are filled up with invalid ones [37]. Raises UsageError and RunError.
     """
-    sizes = np.ravel(space.n if isinstance(space, gym.spaces.Discrete) else space.nvec)
-    exist = np.arange(sizes.max()) < sizes[:, None]
-    if "action_mask" not in info:
-        return exist
-    said = info["action_mask"]  # by one environment, or by those of several that `_action_mask` names
-    fits = getattr(said, "shape", ())[-1:] == (sizes.sum(),)
-    require(fits, f'info["action_mask"] must be an array of {sizes.sum()} numbers, as there are actions in {space}')
-    silent = ~np.asarray(info.get("_action_mask", True))[..., None]
-    masks = np.zeros((*said.shape[:-1], *exist.shape), bool)
-    masks[..., exist] = (said > 0) | silent
-    empty = np.argwhere(~masks.any(-1))
-    if len(empty):
-        raise RunError(f'info["action_mask"] leaves no valid action in component {empty[0, -1]} of {space}')
+    sizes = np.ravel(space.nvec if space.shape else space.n)  # [A]
+    masks = np.arange(sizes.max()) < sizes[:, None]
+    if "action_mask" in info:  # which every reset and every step gives, or none
+        said = info["action_mask"]
+        fits = getattr(said, "shape", ())[-1:] == (sizes.sum(),)
+        require(fits, f'info["action_mask"] must be an array of {sizes.sum()} numbers, one for each action of {space}')
+        masks = np.tile(masks, (*said.shape[:-1], 1, 1))
+        masks[masks] = said.ravel() > 0
+        if not masks.any(-1).all():
+            raise RunError(f'info["action_mask"] leaves a component of {space} without a valid action')
     return masks
 
 
@@ -181,10 +178,9 @@ class NormalizedEnvs:
     def __init__(self, args: Args, num_envs: int):
         self.make = lambda: make_envs(args, num_envs)
         self.gamma = args.gamma
-        self.norm_obs, self.norm_reward = args.norm_obs, args.norm_reward
+        self.args = args
         self.envs = probe_env(args)
-        self.space, self.obs_dim = self.envs.action_space, self.envs.observation_space.shape[0]
-        self.action_dim, self.num_actions = valid_actions(self.space, {}).shape
+        self.obs_dim, self.space = self.envs.observation_space.shape[0], self.envs.action_space
         self.obs_stats = RunningMeanStd(self.obs_dim)
         self.return_stats = RunningMeanStd()
 
@@ -200,7 +196,7 @@ class NormalizedEnvs:
         self.masks = valid_actions(self.space, self.info)
 
     def normalize(self, raw_obs: np.ndarray) -> np.ndarray:
-        if not self.norm_obs:
+        if not self.args.norm_obs:
             return raw_obs.astype(np.float32)
         self.obs_stats.update(raw_obs.astype(np.float64))
         return self.obs_stats.normalize(raw_obs)
@@ -221,7 +217,7 @@ class NormalizedEnvs:
         self.scores += rewards
         self.discounted = self.discounted * self.gamma + rewards
         scaled_rewards = rewards
-        if self.norm_reward:
+        if self.args.norm_reward:
             self.return_stats.update(self.discounted)
             _, std = self.return_stats.mean_and_std()
             scaled_rewards = (rewards / std).clip(-10, 10)  # [30] [31]
@@ -260,43 +256,33 @@ def mlp(inputs: int, outputs: int, gain: float) -> nn.Sequential:
 class Agent(nn.Module):
     """Separate policy and value networks [13]."""
 
-    def __init__(self, obs_dim: int, action_dim: int, num_actions: int, bf16: bool = False):
+    def __init__(self, obs_dim: int, space: Any, bf16: bool = False):
         super().__init__()
         self.bf16 = bf16
-        self.shape = action_dim, num_actions
-        self.actor = mlp(obs_dim, action_dim * num_actions, gain=0.01)
+        exist = valid_actions(space, {})
+        self.choices = exist.shape  # (A, M)
+        self.actor = mlp(obs_dim, exist.size, gain=0.01)
         self.critic = mlp(obs_dim, 1, gain=1.0)
 
     def forward(self, obs: Tensor) -> tuple[Tensor, Tensor]:
         """Observations [B, D] to the logits [B, A, M] of all actions, valid or not, and the values [B]."""
         with torch.autocast(obs.device.type, torch.bfloat16, enabled=self.bf16):
-            logits, values = self.actor(obs).float(), self.critic(obs).float()
-        return logits.unflatten(-1, self.shape), values.squeeze(-1)
-
-
-def masked_log_softmax(logits: Tensor, masks: Tensor) -> Tensor:
-    """log π of every action of each component; invalid ones have probability 0 and no gradient [S4]; [B, A, M]."""
-    return logits.masked_fill(~masks, -1e9).log_softmax(-1)  # finite, as 0 · ∞ in the entropy would be NaN
-
-
-def joint_logprob(actions: Tensor, logpi: Tensor) -> Tensor:
-    """log π(a|s) [B] of independent components [37]: the sum over components; actions [B, A], logpi [B, A, M]."""
-    return logpi.gather(-1, actions.unsqueeze(-1)).sum((-2, -1))
-
-
-def joint_entropy(logpi: Tensor) -> Tensor:
-    """Entropy [B] of independent components [37]: the sum over components; logpi [B, A, M]."""
-    return -(logpi.exp() * logpi).sum((-2, -1))
+            return self.actor(obs).float().unflatten(-1, self.choices), self.critic(obs).float().squeeze(-1)
 
 
 @torch.inference_mode()
-def act(agent: Agent, obs: Tensor, masks: Tensor, sample: bool = True) -> np.ndarray:
-    """Actions [B, A] for observations [B, D]: sampled from the valid ones, or the most probable of these."""
-    logits, _ = agent(obs)
-    logpi = masked_log_softmax(logits, masks)
-    if sample:
-        logpi = logpi - torch.empty_like(logpi).exponential_().log()  # the largest with Gumbel noise is a sample
-    return logpi.argmax(-1).cpu().numpy()
+def act(agent: Agent, obs: Tensor, masks: np.ndarray, sample: bool = True) -> np.ndarray:
+    """Actions [B, A]: the valid ones [S4] with the largest logits, to which Gumbel noise makes samples of them."""
+    logits = agent(obs)[0].cpu().numpy()
+    noise = np.random.gumbel(size=logits.shape) if sample else 0.0
+    return np.where(masks, logits + noise, -np.inf).argmax(-1)
+
+
+def masked_categorical(logits: Tensor, masks: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
+    """log π(a|s) and entropy of independent components, the sums over them [37]; logits and masks [B, A, M], actions
+    [B, A], both results [B]. Invalid actions have probability 0 and no gradient."""
+    logpi = logits.masked_fill(~masks, -1e9).log_softmax(-1)  # [S4] not -∞, which in the entropy would be NaN
+    return logpi.gather(-1, actions.unsqueeze(-1)).sum((-2, -1)), -(logpi.exp() * logpi).sum((-2, -1))
 
 
 def compute_gae(
@@ -354,12 +340,12 @@ def value_loss(new_values: Tensor, old_values: Tensor, returns: Tensor, clip_coe
 def ppo_loss(args: Args, agent: Agent, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
     """-(L^CLIP - c1·L^VF + c2·S) (eq. 9) on a minibatch of [B, ...], and its debug variables [12]."""
     logits, new_values = agent(batch["obs"])
-    logpi = masked_log_softmax(logits, batch["masks"])
-    logratio = joint_logprob(batch["actions"], logpi) - batch["logprobs"]
+    logprobs, entropies = masked_categorical(logits, batch["masks"], batch["actions"])
+    logratio = logprobs - batch["logprobs"]
     advantages = normalize_advantages(batch["advantages"]) if args.norm_adv else batch["advantages"]
     policy_loss = clipped_surrogate_loss(logratio, advantages, args.clip_coef)
     v_loss = value_loss(new_values, batch["values"], batch["returns"], args.clip_coef if args.clip_vloss else None)
-    entropy = joint_entropy(logpi).mean()
+    entropy = entropies.mean()
     loss = policy_loss + args.vf_coef * v_loss - args.ent_coef * entropy  # [10]
     stats = {
         "losses/policy_loss": policy_loss,
@@ -378,15 +364,15 @@ def train(args: Args) -> dict[str, float]:
     torch.set_num_threads(1)  # networks this small lose time when threads share them
     envs = NormalizedEnvs(args, args.num_envs // WORLD)
     torch.manual_seed(args.seed)  # the same weights in every process
-    agent = Agent(envs.obs_dim, envs.action_dim, envs.num_actions, args.bf16).to(device)
+    agent = Agent(envs.obs_dim, envs.space, args.bf16).to(device)
     optimizer = torch.optim.Adam(agent.parameters(), args.learning_rate, eps=1e-5, fused=True)  # [3]
     run = Run(args, agent=agent, optimizer=optimizer, obs_stats=envs.obs_stats, return_stats=envs.return_stats)
     loss_fn = torch.compile(ppo_loss, mode="reduce-overhead") if args.compile else ppo_loss  # with CUDA graphs on CUDA
     tensor = lambda x: torch.from_numpy(x).to(device)
     shape = (args.num_steps, args.num_envs // WORLD)  # [T, N]
     obs, next_obs = np.zeros((2, *shape, envs.obs_dim), np.float32)  # before and after each step
-    masks = np.zeros((*shape, envs.action_dim, envs.num_actions), bool)
-    actions = np.zeros((*shape, envs.action_dim), int)
+    masks = np.zeros((*shape, *agent.choices), bool)
+    actions = np.zeros(masks.shape[:-1], int)
     rewards, terminations, truncations = np.zeros((3, *shape), np.float32)
 
     for iteration in range(run.first, run.last):
@@ -394,13 +380,14 @@ def train(args: Args) -> dict[str, float]:
             envs.reset(reseed(args.seed, iteration))
         if args.anneal_lr:
             optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - iteration / run.last)  # [4]
-        clip_coef = args.clip_coef * (1 - iteration / run.last if args.anneal_clip else 1)  # [S1]
+        clip_coef = args.clip_coef * (1 - iteration / run.last)  # [S1]
+        annealed = replace(args, clip_coef=clip_coef) if args.anneal_clip else args
 
         # Play a segment of fixed length; the next one goes on where this one ends [1]
         for t in range(args.num_steps):
             obs[t] = envs.obs
             masks[t] = envs.masks
-            actions[t] = act(agent, tensor(obs[t]), tensor(masks[t]))
+            actions[t] = act(agent, tensor(obs[t]), masks[t])
             next_obs[t], rewards[t], terminations[t], truncations[t], ended = envs.step(actions[t])
             run.episodes += [(t, episode) for episode in ended]
 
@@ -411,13 +398,12 @@ def train(args: Args) -> dict[str, float]:
         with torch.no_grad():
             logits, batch["values"] = agent(batch["obs"])
             _, next_values = agent(tensor(next_obs))
-            batch["logprobs"] = joint_logprob(batch["actions"], masked_log_softmax(logits, batch["masks"]))
+            batch["logprobs"], _ = masked_categorical(logits, batch["masks"], batch["actions"])
         outcome = tensor(rewards), batch["values"], next_values, tensor(ends), tensor(dones)
         batch["advantages"], batch["returns"] = compute_gae(*outcome, args.gamma, args.gae_lambda)
         batch = {name: x.flatten(0, 1) for name, x in batch.items()}  # [T·N, ...]
 
         # Update policy and value
-        annealed = replace(args, clip_coef=clip_coef)
         history = []
         for index in minibatches(len(batch["obs"]), args.num_minibatches, args.update_epochs, device):
             loss, stats = loss_fn(annealed, agent, {name: x[index] for name, x in batch.items()})
@@ -435,7 +421,6 @@ def train(args: Args) -> dict[str, float]:
         unexplained = (batch["returns"] - batch["values"]).var(correction=0)
         metrics["losses/explained_variance"] = 1 - unexplained / batch["returns"].var(correction=0)
         metrics["charts/minibatches"] = len(history)
-        metrics["charts/clip_coef"] = clip_coef
         run.end_iteration(metrics)
     return run.finish()
 
@@ -524,11 +509,8 @@ def make_env(args: Args, film: bool = False, seed: int = 0) -> Any:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     picture: Any = {"render_mode": "rgb_array"} if film else {}  # a keyword that some do not take
     env: Any = gym.make(args.env_id, disable_env_checker=True, **picture)
-    space = env.action_space
-    known = isinstance(space, gym.spaces.Discrete | gym.spaces.MultiDiscrete)
-    require(
-        known, f"--env-id {args.env_id} has actions {space}; ppo_continuous.py takes Box, this script Discrete spaces"
-    )
+    known = isinstance(env.action_space, gym.spaces.Discrete | gym.spaces.MultiDiscrete)
+    require(known, f"--env-id {args.env_id} has actions {env.action_space}, not Discrete ones; see ppo_continuous.py")
     env = gym.wrappers.FlattenObservation(env)
     require(env.observation_space.shape[0] <= 10_000, f"--env-id {args.env_id} observes images; see ppo_atari.py")
     return env
@@ -548,8 +530,7 @@ def probe_env(args: Args) -> Any:
     )
     env = make_env(args, args.capture_video)
     _, info = env.reset()
-    choices = valid_actions(env.action_space, info).argmax(-1)
-    obs, _, *over, info = env.step(chosen_actions(env.action_space, choices))
+    obs, _, *over, info = env.step(chosen_actions(env.action_space, valid_actions(env.action_space, info).argmax(-1)))
     if not any(over):
         valid_actions(env.action_space, info)
     if args.capture_video:  # what it needs must be there
@@ -778,8 +759,7 @@ def load_checkpoint(folder: str, **parts: Any) -> dict[str, Any]:
 
 
 def load_policy(folder: str, sample: bool = True) -> Policy:
-    """The policy saved in a run folder: flat raw observations [..., D], with the `info` that came with them if it has
-    masks, to actions of the environment.
+    """The policy saved in a run folder: flat raw observations [..., D] (and their `info`, for its masks) to actions.
 
     Actions are sampled as in training, or the most probable. Raises UsageError if folder or environment cannot be used.
     """
@@ -788,13 +768,13 @@ def load_policy(folder: str, sample: bool = True) -> Policy:
     (obs_dim,) = env.observation_space.shape
     obs_stats = RunningMeanStd(obs_dim)
     obs_stats.load_state_dict(saved["obs_stats"])
-    agent = Agent(obs_dim, *valid_actions(env.action_space, {}).shape)
+    agent = Agent(obs_dim, env.action_space)
     agent.load_state_dict(saved["agent"])
 
     def policy(raw_obs: np.ndarray, info: dict[str, Any] | None = None) -> np.ndarray:
         obs = obs_stats.normalize(raw_obs) if saved["args"].norm_obs else raw_obs.astype(np.float32)
         masks = valid_actions(env.action_space, info or {})
-        return chosen_actions(env.action_space, act(agent, torch.from_numpy(obs), torch.from_numpy(masks), sample))
+        return chosen_actions(env.action_space, act(agent, torch.from_numpy(obs), masks, sample))
 
     return policy
 
@@ -828,7 +808,7 @@ def evaluate(args: Args) -> list[float]:
     start(args)
     env = make_env(args, args.capture_video)
     policy = load_policy(str(args.evaluate), args.eval_sample)
-    torch.manual_seed(args.seed)
+    np.random.seed(args.seed)
     scores = []
     for number in range(args.eval_episodes):
         film = Path(f"{args.evaluate}/videos/evaluation-{time.time_ns()}-{number}.mp4")

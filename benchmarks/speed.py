@@ -52,6 +52,7 @@ Timing = tuple[float, float, float]  # rollout seconds, update seconds, steps or
 WORK: dict[str, tuple[str, str, list[list[str]]]] = {  # name -> script, plain loop, sets of flags
     "atari": ("ppo_atari", "atari", [[], ["--bf16"], ["--bf16", "--compile"]]),
     "continuous": ("ppo_continuous", "control", [[], ["--compile"], ["--num-envs", "8", "--num-steps", "256"]]),
+    "discrete": ("ppo_discrete", "discrete", [[], ["--compile"]]),
     "penalty": ("ppo_penalty", "control", [[], ["--compile"]]),
     "trpo": ("trpo", "trpo", [[]]),
     "rlhf": ("rlhf_ppo_gpt2", "rlhf", [[]]),
@@ -62,7 +63,7 @@ WORK: dict[str, tuple[str, str, list[list[str]]]] = {  # name -> script, plain l
 class Args:
     """Speed of the scripts."""
 
-    only: tuple[Literal["atari", "continuous", "penalty", "trpo", "rlhf"], ...] = ()  # what to measure; default all
+    only: tuple[Literal["atari", "continuous", "discrete", "penalty", "trpo", "rlhf"], ...] = ()  # what to measure; default all
     rounds: int = 3  # turns of script and plain loop
     iterations: int = 3  # iterations of each turn after its warm-up
     scaling: bool = False  # how cost grows with environments, width of the network, model size and length
