@@ -275,7 +275,7 @@ def act(agent: Agent, obs: Tensor, masks: np.ndarray, sample: bool = True) -> np
     """Actions [B, A]: the valid ones [S4] with the largest logits, to which Gumbel noise makes samples of them."""
     logits = agent(obs)[0].cpu().numpy()
     noise = np.random.gumbel(size=logits.shape) if sample else 0.0
-    return np.where(masks, logits + noise, -np.inf).argmax(-1)
+    return np.where(masks, logits + noise, -1e9).argmax(-1)
 
 
 def masked_categorical(logits: Tensor, masks: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
@@ -380,7 +380,7 @@ def train(args: Args) -> dict[str, float]:
             envs.reset(reseed(args.seed, iteration))
         if args.anneal_lr:
             optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - iteration / run.last)  # [4]
-        clip_coef = args.clip_coef * (1 - iteration / run.last)  # [S1]
+        clip_coef: Any = torch.tensor(args.clip_coef * (1 - iteration / run.last), device=device)  # [S1]
         annealed = replace(args, clip_coef=clip_coef) if args.anneal_clip else args
 
         # Play a segment of fixed length; the next one goes on where this one ends [1]
@@ -429,7 +429,7 @@ def train(args: Args) -> dict[str, float]:
 
 # --- Flags and start
 
-Policy = Callable[..., np.ndarray]  # of observations [..., D] and the info that came with them
+Policy = Callable[..., np.ndarray]  # observations [..., D] and the info that came with them to actions
 RANK = int(os.environ.get("RANK", 0))  # of this process, as torchrun says
 LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))  # on this machine
 WORLD = int(os.environ.get("WORLD_SIZE", 1))  # number of processes
@@ -759,7 +759,7 @@ def load_checkpoint(folder: str, **parts: Any) -> dict[str, Any]:
 
 
 def load_policy(folder: str, sample: bool = True) -> Policy:
-    """The policy saved in a run folder: flat raw observations [..., D] (and their `info`, for its masks) to actions.
+    """The policy saved in a run folder: flat raw observations [..., D], with their `action_mask` if any, to actions.
 
     Actions are sampled as in training, or the most probable. Raises UsageError if folder or environment cannot be used.
     """
@@ -771,9 +771,9 @@ def load_policy(folder: str, sample: bool = True) -> Policy:
     agent = Agent(obs_dim, env.action_space)
     agent.load_state_dict(saved["agent"])
 
-    def policy(raw_obs: np.ndarray, info: dict[str, Any] | None = None) -> np.ndarray:
+    def policy(raw_obs: np.ndarray, **info: Any) -> np.ndarray:
         obs = obs_stats.normalize(raw_obs) if saved["args"].norm_obs else raw_obs.astype(np.float32)
-        masks = valid_actions(env.action_space, info or {})
+        masks = valid_actions(env.action_space, info)
         return chosen_actions(env.action_space, act(agent, torch.from_numpy(obs), masks, sample))
 
     return policy
@@ -791,7 +791,7 @@ def play(env: Any, policy: Policy, seed: int, film: Path | None) -> float:
     score = 0.0
     done = False
     while not done:
-        obs, reward, termination, truncation, info = env.step(policy(obs, info))
+        obs, reward, termination, truncation, info = env.step(policy(obs, **info))
         score += float(reward)
         done = termination or truncation
         if video:
