@@ -172,7 +172,7 @@ class NormalizedEnvs:
     """N environments stepped together [1], normalised if so wished; a finished one restarts in the step.
 
     `obs` float32 [N, D] is what to act on next: the first observation of the next episode where one has ended.
-    `masks` bool [N, A, M] tells which actions it allows.
+    `masks` bool [N, A, M], or [A, M] where no environment has one, tells which actions it allows.
     """
 
     def __init__(self, args: Args, num_envs: int):

@@ -21,7 +21,7 @@ import tyro
 torch.set_num_threads(1)  # the tests run in several processes
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
-PPO = ["ppo_atari", "ppo_continuous", "ppo_penalty"]
+PPO = ["ppo_atari", "ppo_continuous", "ppo_discrete", "ppo_penalty"]
 GAUSSIAN = ["ppo_continuous", "ppo_penalty"]
 CONTROL = [*PPO, "trpo"]  # what plays in environments
 BOXES = [*GAUSSIAN, "trpo"]  # those of them that take any environment
@@ -36,6 +36,8 @@ SMALL: dict[str, list[str]] = {  # flags of a run of a few seconds: 4 iterations
         "--env-id counting_envs:Trunc-v0 --num-envs 2 --num-steps 64 --num-minibatches 4 --update-epochs 2"
         " --total-timesteps 512".split(),
     ),
+    "ppo_discrete": "--env-id counting_envs:ChoiceTrunc-v0 --num-envs 2 --num-steps 64 --num-minibatches 4"
+    " --update-epochs 2 --norm-obs --norm-reward --total-timesteps 512".split(),
     "trpo": "--env-id counting_envs:Trunc-v0 --num-envs 2 --num-steps 64 --num-minibatches 4"
     " --total-timesteps 512".split(),
     "rlhf_ppo_gpt2": "--sft-size 64 --num-pairs 40 --fit-batch-size 32 --min-accuracy 0 --response-length 5"
