@@ -53,7 +53,7 @@ MUTANTS = [
     M("3", PENALTY, "an epsilon of 1e-4", "eps=1e-5", "eps=1e-4"),
     # 4 annealing
     M("4", f"{ATARI} {PENALTY}", "the rate is one iteration ahead", "(1 - iteration / run.last)", "(1 - (iteration + 1) / run.last)"),
-    M("4", f"{CONTINUOUS} {DISCRETE}", "the rate falls to a half", "(1 - iteration / run.last)", "(1 - 0.5 * iteration / run.last)"),
+    M("4", CONTINUOUS, "the rate falls to a half", "(1 - iteration / run.last)", "(1 - 0.5 * iteration / run.last)"),
     M("4", PENALTY, "it falls whatever --anneal-lr says", "if args.anneal_lr:", "if True:"),
     M("4", ATARI, "the rate stays", "(1 - iteration / run.last)", "1"),
     # 5 GAE
@@ -171,6 +171,7 @@ MUTANTS = [
     M("31", f"{PENALTY} {DISCRETE}", "clipped at ±1", "(rewards / std).clip(-10, 10)", "(rewards / std).clip(-1, 1)"),
     M("31", f"{TRPO} {CONTINUOUS}", "clipped above alone", "(rewards / std).clip(-10, 10)", "(rewards / std).clip(None, 10)"),
     # 37, S1 and S4 choices
+    M("4", DISCRETE, "the rate stays", "args.learning_rate * (1 - iteration / run.last)", "args.learning_rate"),
     M("1", DISCRETE, "all environments get the first one's action", "executed = chosen_actions(self.space, actions)", "executed = chosen_actions(self.space, actions[[0] * len(actions)])"),
     M("2", DISCRETE, "hidden layers have gain 1", "gain: float = 2**0.5", "gain: float = 1.0"),
     M("13", DISCRETE, "the value sits on the policy's hidden layers", "self.critic = mlp(obs_dim, 1, gain=1.0)", "self.critic = nn.Sequential(*self.actor[:4], layer_init(nn.Linear(64, 1), 1.0))"),

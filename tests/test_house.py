@@ -46,6 +46,7 @@ MEANT_TO_DIFFER = {
 }
 DISCRETE_DIFFERS = {  # where actions are choices; in the other scripts these are still the same
     "NormalizedEnvs": "masks, actions counted from 0, observations and rewards normalised by flag",
+    "act": "choices of several components among valid actions; one game has all its actions always",
     "probe_env": "the step that tries it is one of those that are valid",
 }
 RLHF_DIFFERS = {  # where texts take the place of environments; in the other scripts these are still the same
