@@ -63,7 +63,7 @@ WORK: dict[str, tuple[str, str, list[list[str]]]] = {  # name -> script, plain l
 class Args:
     """Speed of the scripts."""
 
-    only: tuple[Literal["atari", "continuous", "discrete", "penalty", "trpo", "rlhf"], ...] = ()  # what to measure; default all
+    only: tuple[Literal["atari", "continuous", "discrete", "penalty", "trpo", "rlhf"], ...] = ()  # default all
     rounds: int = 3  # turns of script and plain loop
     iterations: int = 3  # iterations of each turn after its warm-up
     scaling: bool = False  # how cost grows with environments, width of the network, model size and length
