@@ -319,7 +319,7 @@ def compare(name: str, flags: list[str], args: Args, machine: dict[str, float]) 
     peak = machine["bfloat16 TFLOP/s" if "--bf16" in flags else f"float32 TFLOP/s{one}"]
     if flops:
         result["limits"]["update"] = flops / size * rates["update"] / 1e12 / peak
-    if name != "rlhf":
+    if name not in ("discrete", "rlhf"):  # whose simulator is a few lines of Python
         alone = "8 games of Breakout alone" if name == "atari" else "HalfCheetah alone"
         result["limits"]["rollout"] = rates["rollout"] / machine[f"{alone}, steps/s"]
     if turns[0][1]:
