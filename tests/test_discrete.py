@@ -136,6 +136,7 @@ def test_policy_and_value_have_networks_of_their_own() -> None:
 # -------------------------------------------------------------------------------------------------- spaces and masks
 
 
+@pytest.mark.detail("1")
 @pytest.mark.detail("37")
 @pytest.mark.parametrize(
     "kind, choices, expected",
