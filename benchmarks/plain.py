@@ -48,6 +48,27 @@ class ControlAgent(nn.Module):
         return action, pi.log_prob(action).sum(1), pi.entropy().sum(1), self.critic(x)
 
 
+class DiscreteAgent(nn.Module):
+    def __init__(self, obs_dim: int, actions: int):
+        super().__init__()
+        mlp = lambda out, gain: nn.Sequential(
+            layer(nn.Linear(obs_dim, 64)),
+            nn.Tanh(),
+            layer(nn.Linear(64, 64)),
+            nn.Tanh(),
+            layer(nn.Linear(64, out), gain),
+        )
+        self.critic, self.actor = mlp(1, 1.0), mlp(actions, 0.01)
+
+    def value(self, x: torch.Tensor) -> torch.Tensor:
+        return self.critic(x)
+
+    def forward(self, x: torch.Tensor, action: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
+        pi = Categorical(logits=self.actor(x))
+        action = pi.sample() if action is None else action
+        return action, pi.log_prob(action), pi.entropy(), self.critic(x)
+
+
 class AtariAgent(nn.Module):
     def __init__(self, actions: int):
         super().__init__()
@@ -83,6 +104,10 @@ def half_cheetah() -> gym.Env:
     return gym.wrappers.TransformReward(env, lambda reward: np.clip(float(reward), -10, 10))
 
 
+def cart_pole() -> gym.Env:
+    return gym.wrappers.RecordEpisodeStatistics(gym.make("CartPole-v1"))
+
+
 def breakout() -> gym.Env:
     import ale_py
 
@@ -97,6 +122,11 @@ def breakout() -> gym.Env:
 def control() -> Iterator[Timing]:
     torch.set_num_threads(1)
     return ppo([half_cheetah], ControlAgent(17, 6), 2048, 3e-4, 10, 32, 0.2, 0.0)
+
+
+def discrete() -> Iterator[Timing]:
+    torch.set_num_threads(1)
+    return ppo([cart_pole] * 4, DiscreteAgent(4, 2), 128, 2.5e-4, 4, 4, 0.2, 0.01)
 
 
 def atari() -> Iterator[Timing]:

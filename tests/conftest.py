@@ -21,10 +21,11 @@ import tyro
 torch.set_num_threads(1)  # the tests run in several processes
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
-PPO = ["ppo_atari", "ppo_continuous", "ppo_penalty"]
+PPO = ["ppo_atari", "ppo_continuous", "ppo_discrete", "ppo_penalty"]
 GAUSSIAN = ["ppo_continuous", "ppo_penalty"]
 CONTROL = [*PPO, "trpo"]  # what plays in environments
-BOXES = [*GAUSSIAN, "trpo"]  # those of them that take any environment
+BOXES = [*GAUSSIAN, "trpo"]  # those of them that take continuous actions
+ENVS = [*BOXES, "ppo_discrete"]  # those that take environments of Gymnasium
 SCRIPTS = [*CONTROL, "rlhf_ppo_gpt2"]
 BUDGET = {**dict.fromkeys(CONTROL, "--total-timesteps"), "rlhf_ppo_gpt2": "--total-episodes"}
 sys.path.insert(0, str(TESTS))  # counting_envs:Trunc-v0
@@ -36,11 +37,18 @@ SMALL: dict[str, list[str]] = {  # flags of a run of a few seconds: 4 iterations
         "--env-id counting_envs:Trunc-v0 --num-envs 2 --num-steps 64 --num-minibatches 4 --update-epochs 2"
         " --total-timesteps 512".split(),
     ),
+    "ppo_discrete": "--env-id counting_envs:ChoiceTrunc-v0 --num-envs 2 --num-steps 64 --num-minibatches 4"
+    " --update-epochs 2 --norm-obs --norm-reward --total-timesteps 512".split(),
     "trpo": "--env-id counting_envs:Trunc-v0 --num-envs 2 --num-steps 64 --num-minibatches 4"
     " --total-timesteps 512".split(),
     "rlhf_ppo_gpt2": "--sft-size 64 --num-pairs 40 --fit-batch-size 32 --min-accuracy 0 --response-length 5"
     " --num-minibatches 2 --update-epochs 1 --total-episodes 512 --eval-episodes 8".split(),
 }
+
+
+def counting(name: str, kind: str) -> str:
+    """The environment of this kind whose actions the script takes."""
+    return f"counting_envs:{'Choice' if name == 'ppo_discrete' else ''}{kind}-v0"
 
 
 def load(name: str) -> ModuleType:
@@ -234,9 +242,9 @@ def gaussian(request: pytest.FixtureRequest) -> ModuleType:
     return MODULES[request.param]
 
 
-@pytest.fixture(params=BOXES)
+@pytest.fixture(params=ENVS)
 def control(request: pytest.FixtureRequest) -> ModuleType:
-    """The scripts that take any environment."""
+    """The scripts that take environments of Gymnasium."""
     return MODULES[request.param]
 
 

@@ -12,7 +12,11 @@ from gymnasium import spaces
 
 
 class Counting(gym.Env):
-    """Ends at step `end` in the way `ending`; `reward` of each step, or "nan", "inf", "step"; `fault` at step 3."""
+    """Ends at step `end` in the way `ending`; `reward` of each step, or "nan", "inf", "step"; `fault` at step 3.
+
+    A `mask` goes with its observations: "clock" allows one action of each component, the (step + episode)-th;
+    "final" allows nothing at the end, where nobody chooses; "short", "list", "empty" and "shrinks" are wrong.
+    """
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": 30}
 
@@ -24,9 +28,11 @@ class Counting(gym.Env):
         action: spaces.Space | None = None,
         observation: spaces.Space | None = None,
         fault: str = "",
+        mask: str = "",
         render_mode: str | None = None,
     ):
         self.end, self.ending, self.reward, self.fault, self.render_mode = end, ending, reward, fault, render_mode
+        self.mask = mask
         if fault == "key error":
             raise KeyError("level")
         self.action_space = action or spaces.Box(-1.0, 1.0, (1,), np.float32)
@@ -45,10 +51,25 @@ class Counting(gym.Env):
             self.buffer[0] = np.nan
         return np.zeros(4, np.float32) if self.fault == "undeclared shape" else self.buffer
 
+    def info(self) -> dict[str, Any]:
+        if not self.mask:
+            return {"t": self.t}
+        space: Any = self.action_space
+        sizes = np.ravel(getattr(space, "nvec", getattr(space, "n", 0)))
+        parts = [np.ones(size, np.int8) for size in sizes]
+        if self.mask == "clock":
+            parts = [np.eye(size, dtype=np.int8)[(self.t + self.episode) % size] for size in sizes]
+        if (self.mask == "empty" and self.t == 3) or (self.mask == "final" and self.t == self.end):
+            parts[-1][:] = 0
+        mask = np.concatenate(parts)
+        if self.mask == "short" or (self.mask == "shrinks" and self.t > 0):
+            mask = mask[1:]
+        return {"t": self.t, "action_mask": list(mask) if self.mask == "list" else mask}
+
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         super().reset(seed=seed)
         self.t, self.episode, self.draw = 0, self.episode + 1, float(self.np_random.random())
-        return self.observe() if self.fault == "old reset" else (self.observe(), {"t": self.t})
+        return self.observe() if self.fault == "old reset" else (self.observe(), self.info())
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         assert self.action_space.contains(action), f"{action!r} is outside {self.action_space}"
@@ -63,7 +84,7 @@ class Counting(gym.Env):
             return self.observe(), reward, last, {}  # type: ignore[return-value]
         if self.fault == "vector reward":
             return self.observe(), np.ones(2), *ends, {}  # type: ignore[return-value]
-        return self.observe(), reward, *ends, {"t": self.t}
+        return self.observe(), reward, *ends, self.info()
 
     def render(self) -> np.ndarray | None:
         shape = (301, 401, 3) if self.fault == "odd picture" else (64, 64, 3)
@@ -71,6 +92,7 @@ class Counting(gym.Env):
 
 
 box = spaces.Box
+multi: Any = spaces.MultiDiscrete
 IDS: dict[str, dict[str, Any]] = {
     "Trunc": {},
     "Term": {"ending": "terminate"},
@@ -112,9 +134,54 @@ IDS: dict[str, dict[str, Any]] = {
         "observation": spaces.Dict({"a": spaces.Dict({"b": box(0, 255, (8, 8), np.uint8)}), "c": spaces.Discrete(2)})
     },
     "FlatImageObs": {"observation": box(0, 255, (27_648,), np.uint8)},
+    "MultiAction": {"action": spaces.MultiDiscrete([3, 5, 2], start=[2, 0, -1])},
+    "TableAction": {"action": multi([[2, 4], [3, 2]], np.int32)},
+    "Clock": {"mask": "clock", "action": spaces.MultiDiscrete([3, 5, 2], start=[2, 0, -1])},
+    **{f"{mask.title()}Mask": {"mask": mask} for mask in ("final", "short", "list", "empty", "shrinks")},
     "SequenceAction": {"action": spaces.Sequence(box(-1, 1, (2,), np.float32))},
     "SequenceObs": {"observation": spaces.Sequence(box(-1, 1, (2,), np.float32))},
 }
+
+
+class Masked(gym.Env):
+    """Each step shows a situation and which actions are valid, and pays the part that these earn of what they could.
+
+    `invalid` counts the components that were chosen against the mask, which earn nothing; all right pay 1 a step.
+    """
+
+    action_space = spaces.MultiDiscrete([3, 5, 2])
+    observation_space = spaces.Box(0.0, 1.0, (14,), np.float32)
+    invalid = 0
+
+    def __init__(self, masked: bool = True, render_mode: str | None = None):
+        self.masked = masked
+        rng = np.random.default_rng(0)
+        sizes = self.action_space.nvec
+        self.worth = [[1 + rng.permutation(size) for size in sizes] for _ in range(4)]
+
+    def observe(self) -> tuple[np.ndarray, dict[str, Any]]:
+        self.situation = int(self.np_random.integers(4))
+        self.valid = [self.np_random.random(size) < 0.5 for size in self.action_space.nvec]
+        for valid in self.valid:
+            valid[self.np_random.integers(len(valid))] = True
+        mask = np.concatenate(self.valid).astype(np.int8)
+        obs = np.concatenate([np.eye(4)[self.situation], mask]).astype(np.float32)
+        return obs, {"action_mask": mask} if self.masked else {}
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.t = 0
+        return self.observe()
+
+    def step(self, action: np.ndarray) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self.t += 1
+        earned, possible = 0.0, 0.0
+        for a, worth, valid in zip(action, self.worth[self.situation], self.valid, strict=True):
+            earned += float(worth[a] * valid[a])
+            possible += float(max(worth * valid))
+            Masked.invalid += int(not valid[a])
+        obs, info = self.observe()
+        return obs, earned / possible, self.t == 10, False, info
 
 
 class Plain(Counting):
@@ -126,4 +193,8 @@ class Plain(Counting):
 
 for _name, _options in IDS.items():
     gym.register(id=f"{_name}-v0", entry_point="counting_envs:Counting", kwargs=_options)
+    _choice = {"action": spaces.Discrete(3, start=5)} | _options  # the same for those who choose
+    gym.register(id=f"Choice{_name}-v0", entry_point="counting_envs:Counting", kwargs=_choice)
+gym.register(id="Masked-v0", entry_point="counting_envs:Masked")
+gym.register(id="Unmasked-v0", entry_point="counting_envs:Masked", kwargs={"masked": False})
 gym.register(id="Plain-v0", entry_point="counting_envs:Plain")

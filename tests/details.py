@@ -48,11 +48,11 @@ PPO = {
     "34": "LSTM: state reset at episode ends",
     "35": "LSTM: minibatches over environments, sequences in order",
     "36": "LSTM: state rebuilt from the segment's first when training",
-    "37": "MultiDiscrete: independent categorical components",
+    "37": "Discrete and MultiDiscrete: independent categorical components, log-probability and entropy summed",
     "S1": "Clip range annealed",
     "S2": "Gradient computed in parallel over processes",
     "S3": "Epochs stopped early on KL",
-    "S4": "Invalid actions masked",
+    "S4": "Invalid actions masked, with the mask of the step that was acted in",
 }
 TRPO = {
     "TRPO-surrogate": "Objective E[π/π_old·Â] + c·entropy over the whole batch",
@@ -102,12 +102,9 @@ RLHF = {
     "R31": "Evaluated by a judge other than the reward model, and against KL",
 }
 CATALOGUE = PPO | TRPO | PENALTY | RLHF
-LSTM, NO_SCRIPT = "no script has a recurrent policy", "no script has it"
+LSTM = "no script has a recurrent policy"
 NOT_DONE: dict[str, str] = {  # number -> why no script has it
     **dict.fromkeys(map(str, range(32, 37)), LSTM),
-    "37": "no script takes MultiDiscrete actions",
-    "S1": NO_SCRIPT,
-    "S4": NO_SCRIPT,
 }
 ELEMENTS = {  # what has a name instead of a number: script and functions
     "TRPO-surrogate": ("trpo", "surrogate", "update_policy"),
@@ -125,6 +122,7 @@ ELEMENTS = {  # what has a name instead of a number: script and functions
 SHORT = {
     "ppo_atari": "atari",
     "ppo_continuous": "continuous",
+    "ppo_discrete": "discrete",
     "ppo_penalty": "penalty",
     "trpo": "trpo",
     "rlhf_ppo_gpt2": "rlhf",
@@ -135,8 +133,8 @@ DIFFERENT = """## What differs from the code that people copy
   published); the reward scale starts anew with each episode.
 - Every stored row is a real transition: environments restart within the step, and the last observation is kept apart.
 - In Atari a lost life ends the episode for learning but never the game; scores are of whole games.
-- The value loss is clipped [9] in `ppo_continuous.py`, `ppo_atari.py` and `rlhf_ppo_gpt2.py` only; `ppo_penalty.py`
-  and `trpo.py` have the plain squared error.
+- The value loss is clipped [9] in `ppo_continuous.py`, `ppo_discrete.py`, `ppo_atari.py` and `rlhf_ppo_gpt2.py`
+  only; `ppo_penalty.py` and `trpo.py` have the plain squared error.
 - Losses are means over all minibatches, not those of the last one. `--target-kl` stops before the step that would go
   on.
 - Advantages are divided by the biased standard deviation, so that a minibatch of one is no NaN.
@@ -215,7 +213,7 @@ def row(mark: str, what: str, where: dict[str, list[str]], claims: list[str]) ->
     having = dict.fromkeys(script for names in where.values() for script in names)
     if functions:
         functions[0] = f"[{functions[0]}]({next(iter(having))}.py)"
-    places = ", ".join(functions) or NOT_DONE.get(mark, NO_SCRIPT)
+    places = ", ".join(functions) or NOT_DONE[mark]
     others = f" and {len(claims) - 1} more" if len(claims) > 1 else ""
     test = f"`{claims[0].partition('::')[2]}`{others}" if claims else "-"
     mutants = sum(len(mutant.scripts.split()) for mutant in MUTANTS if mutant.detail == mark)

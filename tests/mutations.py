@@ -6,7 +6,8 @@ mutants of a detail are spread over them. Those with a `sample` belong to the pl
 
 from dataclasses import dataclass
 
-ATARI, CONTINUOUS, PENALTY, TRPO, RLHF = "ppo_atari", "ppo_continuous", "ppo_penalty", "trpo", "rlhf_ppo_gpt2"
+ATARI, CONTINUOUS, DISCRETE, PENALTY = "ppo_atari", "ppo_continuous", "ppo_discrete", "ppo_penalty"
+TRPO, RLHF = "trpo", "rlhf_ppo_gpt2"
 
 
 @dataclass(frozen=True)
@@ -22,11 +23,12 @@ class Mutant:
 
 
 ALL, PPO, GAUSSIAN = (
-    f"{ATARI} {CONTINUOUS} {PENALTY} {TRPO}",
-    f"{ATARI} {CONTINUOUS} {PENALTY}",
+    f"{ATARI} {CONTINUOUS} {DISCRETE} {PENALTY} {TRPO}",
+    f"{ATARI} {CONTINUOUS} {DISCRETE} {PENALTY}",
     f"{CONTINUOUS} {PENALTY}",
 )
-CONTROL, CLIP = f"{GAUSSIAN} {TRPO}", f"{ATARI} {CONTINUOUS}"
+CONTROL, CLIP = f"{GAUSSIAN} {TRPO}", f"{ATARI} {CONTINUOUS} {DISCRETE}"
+ENVS = f"{CONTROL} {DISCRETE}"
 ALONE = "test_control.py::test_each_step_takes_the_gradient_of_its_own_minibatch_alone"
 RELOADED = (
     "test_runs.py::test_a_reloaded_policy_acts_like_the_agent_in_memory"
@@ -38,12 +40,12 @@ MUTANTS = [
     M("1", ALL, "every segment starts new episodes", "if iteration == run.first or iteration % run.every == 0:", "if True:"),
     M("1", CONTROL, "all environments get the first one's action", "executed = actions.clip(", "executed = actions[[0] * len(actions)].clip("),
     M("1", ATARI, "all games get the first one's action", "game.send(actions[i : i + 1])", "game.send(actions[:1])"),
-    M("1", CONTROL, "rows begin with the old episode's last observation", "self.obs[dones] = self.normalize(", "self.normalize("),
+    M("1", ENVS, "rows begin with the old episode's last observation", "self.obs[dones] = self.normalize(", "self.normalize("),
     # 2 initialisation
     M("2", f"{ATARI} {PENALTY}", "weights are not orthogonal", "nn.init.orthogonal_(layer.weight, gain)", "nn.init.xavier_uniform_(layer.weight, gain)"),
-    M("2", f"{CONTINUOUS} {TRPO}", "biases are not zero", "nn.init.zeros_(layer.bias)", "nn.init.constant_(layer.bias, 0.1)"),
+    M("2", f"{CONTINUOUS} {TRPO} {DISCRETE}", "biases are not zero", "nn.init.zeros_(layer.bias)", "nn.init.constant_(layer.bias, 0.1)"),
     M("2", f"{ATARI} {TRPO}", "hidden layers have gain 1", "gain: float = 2**0.5", "gain: float = 1.0"),
-    M("2", f"{CONTINUOUS} {PENALTY}", "the policy's head has gain 1", "gain=0.01", "gain=1.0"),
+    M("2", f"{CONTINUOUS} {PENALTY} {DISCRETE}", "the policy's head has gain 1", "gain=0.01", "gain=1.0"),
     M("2", f"{ATARI} {CONTINUOUS} {TRPO}", "the value's head has gain √2", "gain=1.0)", "gain=2**0.5)"),
     # 3 Adam's epsilon
     M("3", ALL, "torch's own epsilon of 1e-8", ", eps=1e-5", ""),
@@ -62,17 +64,17 @@ MUTANTS = [
     M("5", f"{PENALTY} {TRPO}", "the value is subtracted twice", "- terminations) - values", "- terminations) - 2 * values"),
     M("5", ATARI, "a cut game bootstraps from the next game", "tensor(truncations) > 0, final_values", "tensor(truncations) > 2, final_values"),
     M("5", ATARI, "nothing is bootstrapped at the segment's end", "last_value[None]]", "0 * last_value[None]]"),
-    M("5", CONTROL, "an episode's end bootstraps from the next episode", 'raw_next_obs[dones] = np.stack(self.info["final_obs"][dones])', "pass"),
-    M("5", CONTROL, "time limits count as death whatever the flag says", "ends = terminations if args.bootstrap_truncated else dones", "ends = dones"),
+    M("5", ENVS, "an episode's end bootstraps from the next episode", 'raw_next_obs[dones] = np.stack(self.info["final_obs"][dones])', "pass"),
+    M("5", ENVS, "time limits count as death whatever the flag says", "ends = terminations if args.bootstrap_truncated else dones", "ends = dones"),
     M("5", ATARI, "a cut game's last frames are the next game's first", "            if chosen:\n                self.next_obs[i] = frames\n", "            self.next_obs[i] = frames\n            if chosen:\n"),
     # 6 minibatches
     M("6", f"{ATARI} {TRPO} {RLHF}", "the order is that of time", "torch.randperm(size, device=device)", "torch.arange(size, device=device)"),
-    M("6", f"{CONTINUOUS} {TRPO}", "samples are drawn with replacement", "torch.randperm(size, device=device)", "torch.randint(size, (size,), device=device)"),
+    M("6", f"{CONTINUOUS} {TRPO} {DISCRETE}", "samples are drawn with replacement", "torch.randperm(size, device=device)", "torch.randint(size, (size,), device=device)"),
     M("6", f"{ATARI} {PENALTY}", "one order serves all epochs", "for _ in range(epochs):\n        yield from torch.randperm(size, device=device)", "order = torch.randperm(size, device=device)\n    for _ in range(epochs):\n        yield from order"),
     # 7 advantage normalisation
-    M("7", PPO, "normalised over the batch", "loss_fn(args, agent, {name: x[index] for name, x in batch.items()})", 'loss_fn(Args(**{**vars(args), "norm_adv": False}), agent, {name: x[index] for name, x in (batch | ({"advantages": normalize_advantages(batch["advantages"])} if args.norm_adv else {})).items()})', sample=ATARI),
+    M("7", f"{ATARI} {GAUSSIAN}", "normalised over the batch", "loss_fn(args, agent, {name: x[index] for name, x in batch.items()})", 'loss_fn(Args(**{**vars(args), "norm_adv": False}), agent, {name: x[index] for name, x in (batch | ({"advantages": normalize_advantages(batch["advantages"])} if args.norm_adv else {})).items()})', sample=ATARI),
     M("7", f"{ATARI} {TRPO}", "the mean stays", "centred = advantages - global_mean(advantages.mean())", "centred = advantages"),
-    M("7", f"{CONTINUOUS}", "divided by the variance", "centred.square().mean()).sqrt() + 1e-8", "centred.square().mean()) + 1e-8"),
+    M("7", f"{CONTINUOUS} {DISCRETE}", "divided by the variance", "centred.square().mean()).sqrt() + 1e-8", "centred.square().mean()) + 1e-8"),
     M("7", f"{PENALTY}", "equal advantages become NaN", ".sqrt() + 1e-8)", ".sqrt())"),
     M("7", TRPO, "--norm-adv does nothing", "normalize_advantages(advantages) if args.norm_adv else advantages", "advantages"),
     # 8 clipped surrogate
@@ -146,33 +148,54 @@ MUTANTS = [
     M("24", TRPO, "actions are drawn with std 1 whatever has been learned", "return self.logstd.detach().exp() * torch", "return torch"),
     M("25", f"{CONTINUOUS} {PENALTY} {TRPO}", "the mean over components", ".square().sum(-1) - (logstd", ".square().mean(-1) - (logstd"),
     M("25", f"{PENALTY}", "the first component alone", ".square().sum(-1) - (logstd", ".square()[..., 0] - (logstd"),
-    M("26", f"{CONTINUOUS} {TRPO}", "ReLU", "layer_init(nn.Linear(64, 64)),\n        nn.Tanh(),", "layer_init(nn.Linear(64, 64)),\n        nn.ReLU(),"),
+    M("26", f"{CONTINUOUS} {TRPO} {DISCRETE}", "ReLU", "layer_init(nn.Linear(64, 64)),\n        nn.Tanh(),", "layer_init(nn.Linear(64, 64)),\n        nn.ReLU(),"),
     M("26", PENALTY, "one hidden layer", "        layer_init(nn.Linear(64, 64)),\n        nn.Tanh(),\n", ""),
     M("26", GAUSSIAN, "the value is read from the policy's hidden layers", "self.critic(obs).float()", "self.critic[4](self.actor_mean[:4](obs)).float()"),
     M("27", CONTROL, "the clipped action is stored", "actions.clip(self.low, self.high)", "actions.clip(self.low, self.high, out=actions)"),
     M("27", f"{CONTINUOUS} {TRPO}", "the raw action is executed", "actions.clip(self.low, self.high)", "actions"),
     M("27", f"{PENALTY} {TRPO}", "the action is squashed", "actions.clip(self.low, self.high)", "np.tanh(actions).clip(self.low, self.high)"),
     M("28", f"{CONTINUOUS} {TRPO}", "observations are not centred", "((x - mean) / std)", "(x / std)"),
-    M("28", PENALTY, "the statistics are never taken", "self.obs_stats.update(raw_obs.astype(np.float64))", "pass"),
+    M("28", f"{PENALTY} {DISCRETE}", "the statistics are never taken", "self.obs_stats.update(raw_obs.astype(np.float64))", "pass"),
     M("28", f"{PENALTY} {TRPO}", "divided by the variance", "((x - mean) / std)", "((x - mean) / std**2)"),
     M("28", f"{CONTINUOUS} {TRPO}", "the spread is that around 0", "squares / count - mean**2", "squares / count", sample=CONTINUOUS),
     M("28", f"{PENALTY} {TRPO}", "the last rows alone count", "self.sums += np.array", "self.sums[:] = np.array"),
     M("29", f"{CONTINUOUS} {TRPO}", "outliers stay", ".clip(-10, 10).astype(np.float32)", ".astype(np.float32)"),
-    M("29", f"{PENALTY}", "clipped at ±5", ".clip(-10, 10).astype(np.float32)", ".clip(-5, 5).astype(np.float32)"),
+    M("29", f"{PENALTY} {DISCRETE}", "clipped at ±5", ".clip(-10, 10).astype(np.float32)", ".clip(-5, 5).astype(np.float32)"),
     M("29", f"{TRPO}", "clipped above alone", ".clip(-10, 10).astype(np.float32)", ".clip(None, 10).astype(np.float32)"),
-    M("30", CONTROL, "the return leaks into the next episode", "self.discounted[dones] = 0", "self.discounted[dones] += 0"),
+    M("30", ENVS, "the return leaks into the next episode", "self.discounted[dones] = 0", "self.discounted[dones] += 0"),
     M("30", CONTINUOUS, "the return starts anew at deaths alone", "self.discounted[dones] = 0", "self.discounted[terminations] = 0"),
-    M("30", f"{PENALTY}", "the return is not discounted", "self.discounted * self.gamma + rewards", "self.discounted + rewards"),
+    M("30", f"{PENALTY} {DISCRETE}", "the return is not discounted", "gamma + rewards", "gamma**0 + rewards"),
     M("30", f"{TRPO}", "the spread is that of rewards", "self.return_stats.update(self.discounted)", "self.return_stats.update(rewards)"),
     M("30", f"{CONTINUOUS} {TRPO}", "rewards are centred", "(rewards / std)", "((rewards - rewards.mean()) / std)"),
     M("31", f"{CONTINUOUS} {TRPO}", "outliers stay", "(rewards / std).clip(-10, 10)", "(rewards / std)"),
-    M("31", PENALTY, "clipped at ±1", "(rewards / std).clip(-10, 10)", "(rewards / std).clip(-1, 1)"),
+    M("31", f"{PENALTY} {DISCRETE}", "clipped at ±1", "(rewards / std).clip(-10, 10)", "(rewards / std).clip(-1, 1)"),
     M("31", f"{TRPO} {CONTINUOUS}", "clipped above alone", "(rewards / std).clip(-10, 10)", "(rewards / std).clip(None, 10)"),
+    # 37, S1 and S4 choices
+    M("4", DISCRETE, "the rate stays", "args.learning_rate * (1 - iteration / run.last)", "args.learning_rate"),
+    M("1", DISCRETE, "all environments get the first one's action", "executed = chosen_actions(self.space, actions)", "executed = chosen_actions(self.space, actions[[0] * len(actions)])"),
+    M("2", DISCRETE, "hidden layers have gain 1", "gain: float = 2**0.5", "gain: float = 1.0"),
+    M("13", DISCRETE, "the value sits on the policy's hidden layers", "self.critic = mlp(obs_dim, 1, gain=1.0)", "self.critic = nn.Sequential(*self.actor[:4], layer_init(nn.Linear(64, 1), 1.0))"),
+    M("28", DISCRETE, "always normalised", "if not self.args.norm_obs:", "if False:"),
+    M("30", DISCRETE, "always scaled", "if self.args.norm_reward:", "if True:"),
+    M("37", DISCRETE, "the mean over components", "actions.unsqueeze(-1)).sum((-2, -1)), -", "actions.unsqueeze(-1)).mean((-2, -1)), -", sample=DISCRETE),
+    M("37", DISCRETE, "the entropy of the first component", "-(logpi.exp() * logpi).sum((-2, -1))", "-(logpi.exp() * logpi)[..., 0, :].sum(-1)"),
+    M("37", DISCRETE, "one softmax over all components", ".log_softmax(-1)", ".flatten(-2).log_softmax(-1).view(logits.shape)"),
+    M("37", DISCRETE, "the space's start is forgotten", " + space.start)", " + 0 * space.start)"),
+    M("37", DISCRETE, "missing actions of a component can be chosen", "< sizes[:, None]", "< sizes.max() + 0 * sizes[:, None]"),
+    M("S1", DISCRETE, "it falls to a half", "args.clip_coef * (1 - iteration / run.last)", "args.clip_coef * (1 - 0.5 * iteration / run.last)"),
+    M("S1", DISCRETE, "it falls with the step size", "if args.anneal_clip else args", "if args.anneal_lr else args"),
+    M("S1", DISCRETE, "it stays", "loss_fn(annealed, agent", "loss_fn(args, agent"),
+    M("S4", DISCRETE, "the update forgets the mask", "logits.masked_fill(~masks, -1e9)", "logits"),
+    M("S4", DISCRETE, "invalid actions are played", "np.where(masks, logits + noise, -1e9)", "(logits + noise)", sample=DISCRETE),
+    M("S4", DISCRETE, "invalid logits are made smaller alone", "masked_fill(~masks, -1e9)", "sub(9.0 * ~masks)"),
+    M("S4", DISCRETE, "the mask is that of the next step", "            masks[t] = envs.masks\n            actions[t] = act(agent, tensor(obs[t]), masks[t])\n", "            actions[t] = act(agent, tensor(obs[t]), envs.masks)\n            envs.kept = masks\n            masks[t - 1] = envs.masks\n"),
+    M("S4", DISCRETE, "an episode begins with the mask of the last one's end", "self.masks = valid_actions(self.space, self.info)  # [S4] of", 'final = self.info.get("final_info", {}).get("action_mask")\n        self.masks = valid_actions(self.space, self.info if final is None else {"action_mask": np.where(dones[:, None], final, self.info["action_mask"])})  # [S4] of'),
+    M("S4", DISCRETE, "nothing valid is passed over", "if not masks.any(-1).all():", "if False:"),
     # What has no number: each step alone, rows that belong together, restarts, saved policies, interruptions
     M("gradients", ALL, "gradients pile up", "            optimizer.zero_grad()\n            loss", "            loss", tests=ALONE),
     M("6", f"{PPO}", "rows hold the observations of others", "{name: x[index] for name, x in batch.items()}", '{name: x[index.flip(0) if name == "obs" else index] for name, x in batch.items()}'),
     M("6", TRPO, "rows hold the observations of others", 'values_fn(batch["obs"][index])', 'values_fn(batch["obs"][index.flip(0)])'),
-    M("restarts", CONTROL, "the random numbers are the same after every restart", "SeedSequence((seed, iteration, RANK))", "SeedSequence((seed, RANK))", tests="test_control.py::test_environments_that_draw_from_the_global_generator_depend_on_the_seed_alone"),
+    M("restarts", ENVS, "the random numbers are the same after every restart", "SeedSequence((seed, iteration, RANK))", "SeedSequence((seed, RANK))", tests="test_control.py::test_environments_that_draw_from_the_global_generator_depend_on_the_seed_alone"),
     M("policy", CONTROL, "the statistics are not restored", "load_checkpoint(folder, agent=agent, obs_stats=envs.obs_stats)", "load_checkpoint(folder, agent=agent)", tests=RELOADED),
     M("policy", GAUSSIAN, "the statistics go on", "means(envs.obs_stats.normalize(raw_obs))", "means((envs.obs_stats.update(np.atleast_2d(raw_obs).astype(np.float64)), envs.obs_stats.normalize(raw_obs))[1])", tests=RELOADED),
     M("policy", TRPO, "the statistics go on", "torch.from_numpy(envs.obs_stats.normalize(raw_obs))", "torch.from_numpy((envs.obs_stats.update(np.atleast_2d(raw_obs).astype(np.float64)), envs.obs_stats.normalize(raw_obs))[1])", tests=RELOADED),
@@ -185,8 +208,8 @@ MUTANTS = [
     # S2 and S3
     M("S2", f"{ALL} {RLHF}", "each process keeps its own gradient", "p.grad = global_mean(p.grad)", "pass"),
     M("S2", f"{ATARI} {TRPO}", "the sum over processes", "x = x / WORLD", "x = x / 1"),
-    M("S2", CONTROL, "what the others have seen is not added", "self.shared.add_(new)", "pass"),
-    M("S2", CONTROL, "what was shared before is added again", "new = self.state - self.shared", "new = self.state.clone()"),
+    M("S2", ENVS, "what the others have seen is not added", "self.shared.add_(new)", "pass"),
+    M("S2", ENVS, "what was shared before is added again", "new = self.state - self.shared", "new = self.state.clone()"),
     M("S3", f"{ATARI} {PENALTY}", "epochs end at the target itself", "> 1.5 * args.target_kl", "> args.target_kl"),
     M("S3", f"{CONTINUOUS}", "epochs never end early", "if args.target_kl is not None and", "if False and"),
     M("S3", PPO, "the other estimate of KL decides", 'global_mean(stats["losses/approx_kl"])', 'global_mean(stats["losses/old_approx_kl"])'),

@@ -16,23 +16,28 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from conftest import BOXES, BUDGET, CONTROL, GAUSSIAN, MODULES, ROOT, scalars
-from torch.distributions import Normal, kl_divergence
+from conftest import BOXES, BUDGET, CONTROL, ENVS, GAUSSIAN, MODULES, ROOT, counting, scalars
+from torch.distributions import Categorical, Independent, Normal, kl_divergence
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 every_control = pytest.mark.parametrize("name", CONTROL)
 every_box = pytest.mark.parametrize("name", BOXES)
+every_env = pytest.mark.parametrize("name", ENVS)
+NORMALIZED = {"ppo_discrete": {"norm_obs": True, "norm_reward": True}}  # which the others always do
 ONE_BATCH = {"num_minibatches": 1, "update_epochs": 1, "total_timesteps": 128}  # one iteration, one step of Adam
 FEW_ROWS = ONE_BATCH | {"num_steps": 16, "total_timesteps": 32}  # where frames need no more
 
 
 def envs(module: ModuleType, kind: str = "Trunc", num_envs: int = 2, **changes: Any) -> Any:
-    env = module.NormalizedEnvs(module.Args(env_id=f"counting_envs:{kind}-v0", **changes), num_envs)
+    own = {"env_id": counting(module.__name__, kind)} | NORMALIZED.get(module.__name__, {})
+    env = module.NormalizedEnvs(module.Args(**own | changes), num_envs)
     env.reset(1)
     return env
 
 
 def zeros(env: Any) -> np.ndarray:
+    if hasattr(env, "masks"):
+        return np.zeros((len(env.lengths), 1), int)
     return np.zeros((len(env.lengths), env.action_dim), np.float32)
 
 
@@ -127,7 +132,7 @@ def test_every_environment_gets_its_own_action(name: str) -> None:
 
 @pytest.mark.detail("1")
 @pytest.mark.detail("5")
-@every_box
+@every_env
 @pytest.mark.parametrize("kind, death", [("Trunc", False), ("Term", True), ("Both", True)])
 def test_outcomes_new_starts_and_scores_out_of_phase(name: str, monkeypatch, kind: str, death: bool) -> None:
     """Episodes of 5 and of 3: each step's outcome counts on, what is acted on next starts again at 0 after an end."""
@@ -173,7 +178,7 @@ def test_every_box_gets_the_nearest_action_within_it(name: str, kind: str) -> No
 
 @pytest.mark.detail("28")
 @pytest.mark.detail("29")
-@every_box
+@every_env
 def test_observations_are_standard_scores_of_everything_seen_so_far(name: str) -> None:
     """By NumPy on all that the environments said: first ones, outcomes, the final one of an episode as any other."""
     env = envs(MODULES[name])
@@ -202,7 +207,7 @@ def test_observations_are_standard_scores_of_everything_seen_so_far(name: str) -
 
 @pytest.mark.detail("30")
 @pytest.mark.detail("31")
-@every_box
+@every_env
 @pytest.mark.parametrize("kind", ["Trunc", "Term"])
 def test_rewards_are_scaled_by_the_spread_of_discounted_returns(name: str, monkeypatch, kind: str) -> None:
     """Rewards of both signs around 3 in two environments out of phase; every return since its own episode's start."""
@@ -234,7 +239,7 @@ def test_rewards_are_scaled_by_the_spread_of_discounted_returns(name: str, monke
         assert env.step(zeros(env))[1].tolist() == pytest.approx([min(reward, 10), -min(reward, 10)])
 
 
-@every_box
+@every_env
 def test_info_of_the_environments_is_at_hand(name: str) -> None:
     """Of the first observation after reset and after an end; what came with the end itself is in `final_info`."""
     env = envs(MODULES[name])
@@ -247,7 +252,7 @@ def test_info_of_the_environments_is_at_hand(name: str) -> None:
             assert env.info["final_info"]["t"][int(t == 3)] == t
 
 
-@every_box
+@every_env
 @pytest.mark.parametrize("kind, size", [("DiscreteObs", 5), ("DictObs", 5), ("TupleObs", 4), ("FloatImageObs", 3072)])
 def test_structured_observations_are_flattened(name: str, kind: str, size: int) -> None:
     env = envs(MODULES[name], kind, 1)
@@ -309,7 +314,7 @@ def test_steps_of_episodes_that_a_checkpoint_cuts_are_counted(
     assert logged == pytest.approx(shares)
 
 
-@every_box
+@every_env
 @pytest.mark.parametrize(
     "env_id, word",
     [("no_such_module:Trunc-v0", "no_such_module"), ("counting_envs:Trunk-v0", "Trunk"), ("HalfCheeta-v5", "Cheetah")],
@@ -322,7 +327,7 @@ def test_a_module_and_an_id_misspelt_are_told_apart(name: str, env_id: str, word
 
 def test_an_old_gymnasium_is_named(monkeypatch) -> None:
     monkeypatch.delattr(gym.vector, "AutoresetMode")
-    for name in BOXES:
+    for name in ENVS:
         with pytest.raises(MODULES[name].UsageError, match="pip install gymnasium"):
             MODULES[name].NormalizedEnvs(MODULES[name].Args(), 1)
 
@@ -333,7 +338,7 @@ def test_a_constructor_need_not_know_render_modes(name: str) -> None:
     assert env.step(zeros(env))[0].shape == (1, 3)
 
 
-@every_box
+@every_env
 def test_seeds_decide_everything_and_environments_differ(name: str, monkeypatch) -> None:
     as_they_are(MODULES[name], monkeypatch)
     env = envs(MODULES[name], num_envs=4)
@@ -345,7 +350,7 @@ def test_seeds_decide_everything_and_environments_differ(name: str, monkeypatch)
     assert draws[0] == draws[2] and len({*draws[0], *draws[1]}) == 8
 
 
-@every_box
+@every_env
 @pytest.mark.parametrize("kind", ["sync", "async"])
 def test_environments_that_draw_from_the_global_generator_depend_on_the_seed_alone(name: str, kind: str) -> None:
     env = envs(MODULES[name], "GlobalDraw", 4, vectorization=kind)
@@ -381,7 +386,7 @@ def test_vectorization_does_not_change_the_numbers(name: str) -> None:
 
 
 @pytest.mark.detail("1")
-@every_box
+@every_env
 def test_a_segment_goes_on_where_the_last_one_ended(name: str, small_args, monkeypatch) -> None:
     """Episodes of 5 in segments of 7, from one environment: the counter in the rows runs on across segments."""
     module = MODULES[name]
@@ -430,7 +435,9 @@ def test_each_row_pairs_what_belongs_to_one_step(name: str, small_args, monkeypa
             with torch.no_grad():
                 policy, _ = agents[0](batch["obs"])
                 if name in GAUSSIAN:
-                    policy = torch.distributions.Independent(Normal(policy, agents[0].actor_logstd.exp()), 1)
+                    policy = Independent(Normal(policy, agents[0].actor_logstd.exp()), 1)
+                if name == "ppo_discrete":
+                    policy = Independent(Categorical(logits=policy), 1)
                 expected = policy.log_prob(batch["actions"])
             torch.testing.assert_close(batch["logprobs"], expected, atol=1e-4, rtol=1e-4)
     assert sorted(used) == list(range(32))
@@ -470,7 +477,7 @@ def test_stored_actions_are_raw_samples_with_the_learned_spread(name: str, small
 
 
 @pytest.mark.detail("5")
-@every_box
+@every_env
 @pytest.mark.parametrize(
     "kind, bootstrap, dies",
     [("Trunc", True, False), ("Trunc", False, True), ("Term", True, True), ("Both", True, True)],
@@ -485,7 +492,7 @@ def test_targets_bootstrap_from_the_true_last_observation(
     agents = watch(monkeypatch, module, "Agent")
     gae = watch(monkeypatch, module, "compute_gae", copies)
     outcomes = watch(monkeypatch, module.NormalizedEnvs, "step", lambda args, result: result[0].copy())
-    changes = {"env_id": f"counting_envs:{kind}-v0", "bootstrap_truncated": bootstrap}
+    changes = {"env_id": counting(name, kind), "bootstrap_truncated": bootstrap}
     module.train(small_args(module, **ONE_BATCH | changes | {"learning_rate": 0.0, "gae_lambda": 0.0}))
     ((_, _, next_values, ends, dones, *_), (_, returns)) = gae[0]
     led_to = torch.from_numpy(np.stack(outcomes[-64:]))
@@ -745,8 +752,9 @@ def test_logged_metrics_by_numpy(name: str, small_args, monkeypatch) -> None:
 def test_before_the_first_update_the_ratio_is_1(ppo, small_args, monkeypatch) -> None:
     """The raw action is scored, as it was drawn: half of it is outside the box of an environment for vectors."""
     looked_at = watch(monkeypatch, ppo, "ppo_loss", stats_of)
-    box = {} if ppo.__name__ == "ppo_atari" else {"env_id": "counting_envs:Box05-v0"}
-    ppo.train(small_args(ppo, **FEW_ROWS | box | {"update_epochs": 2, "learning_rate": 0.01, "max_grad_norm": 1e3}))
+    kind = "MultiAction" if ppo.__name__ == "ppo_discrete" else "Box05"
+    own = {} if ppo.__name__ == "ppo_atari" else {"env_id": f"counting_envs:{kind}-v0"}
+    ppo.train(small_args(ppo, **FEW_ROWS | own | {"update_epochs": 2, "learning_rate": 0.01, "max_grad_norm": 1e3}))
     kinds = ("losses/old_approx_kl", "losses/approx_kl")
     assert all(abs(looked_at[0][kind]) < 1e-5 < 1e-4 < abs(looked_at[1][kind]) for kind in kinds)
 
@@ -835,31 +843,31 @@ def test_weights_that_are_not_finite_are_never_saved(name: str, small_args, monk
     assert state["iteration"] == 1 and all(x.isfinite().all() for x in state["agent"].values())
 
 
-@every_box
+@every_env
 @pytest.mark.parametrize("kind, score", [("Zero", 0.0), ("OneStep", 1.0), ("Huge", 5e30)])
 def test_odd_rewards_do_not_poison_the_run(name: str, small_args, kind: str, score: float, recwarn: Any) -> None:
     module = MODULES[name]
-    metrics = module.train(small_args(module, env_id=f"counting_envs:{kind}-v0"))
+    metrics = module.train(small_args(module, env_id=counting(name, kind)))
     assert all(math.isfinite(v) for k, v in metrics.items() if k != "losses/explained_variance")
     assert not [w for w in recwarn if issubclass(w.category, RuntimeWarning)]
     assert metrics["episodic_return"] == pytest.approx(score)
 
 
-@every_box
+@every_env
 def test_an_episode_longer_than_a_rollout_is_credited_when_it_ends(name: str, small_args) -> None:
     module = MODULES[name]
-    long = {"env_id": "counting_envs:Hundred-v0", "total_timesteps": 192, "checkpoint_every": 0}
+    long = {"env_id": counting(name, "Hundred"), "total_timesteps": 192, "checkpoint_every": 0}
     args = small_args(module, **FEW_ROWS | long)
     assert math.isnan(module.train(args)["episodic_return"]) and not logged(args, "charts/episodic_return")
     args = dataclasses.replace(args, total_timesteps=224)
     assert module.train(args)["episodic_return"] == 100 and logged(args, "charts/episodic_return") == [100] * 2
 
 
-@every_box
+@every_env
 @pytest.mark.parametrize("kind", ["Trunc", "Term"])
 def test_every_episode_is_logged_once_also_when_several_end_in_one_step(name: str, small_args, kind: str) -> None:
     many = {"num_envs": 4, "num_steps": 32, "checkpoint_every": 0}
-    args = small_args(MODULES[name], env_id=f"counting_envs:{kind}-v0", **many)
+    args = small_args(MODULES[name], env_id=counting(name, kind), **many)
     MODULES[name].train(args)
     steps, scores = zip(*scalars(folder(args))["charts/episodic_return"], strict=True)
     assert len(scores) == 4 * (128 // 5) and set(scores) == {5.0}
@@ -950,7 +958,7 @@ def test_a_metric_of_one_s_own_that_is_nan_once_does_not_end_the_run(
     assert values[0] == 0 and math.isnan(values[1]) and values[2:] == [2, 3]
 
 
-@every_box
+@every_env
 def test_a_reward_of_one_s_own_sees_the_true_successor_at_episode_ends(
     name: str, small_args, tmp_path: Path, monkeypatch
 ) -> None:
@@ -998,6 +1006,7 @@ def test_no_float64_reaches_the_device(name: str, small_args, monkeypatch) -> No
         monkeypatch.setattr(module.Run, "end_iteration", unwatched(module.Run.end_iteration))
     if name in BOXES:
         changes["env_id"] = "Pendulum-v1"
+    if name in ENVS:
         monkeypatch.setattr(module.RunningMeanStd, "__init__", unwatched(module.RunningMeanStd.__init__))
     with Types() as types:
         module.train(small_args(module, **changes))

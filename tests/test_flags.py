@@ -58,6 +58,12 @@ OWN: dict[str, dict[str, Any]] = {
         "eval_sample": (False, {"evaluate": True, "max_episode_frames": 40}),
     },
     "ppo_continuous": {"env_id": "counting_envs:Step-v0"},
+    "ppo_discrete": {
+        "env_id": "counting_envs:ChoiceStep-v0",
+        "norm_obs": False,
+        "norm_reward": (False, {"env_id": "counting_envs:ChoiceStep-v0"}),
+        "anneal_clip": True,
+    },
     "ppo_penalty": {"env_id": "counting_envs:Step-v0", "beta": 50.0, "adaptive_beta": False, "kl_target": 1.0},
     "trpo": {
         "env_id": "counting_envs:Step-v0",
@@ -113,6 +119,11 @@ PUBLISHED: dict[
     | {"num_minibatches": 4, "update_epochs": 4, "clip_coef": 0.1, "ent_coef": 0.01, "checkpoint_every": 500}
     | {"sticky_actions": 0.0, "max_episode_frames": 108_000},
     "ppo_continuous": CLASSIC | CLIPPED | MUJOCO | {"learning_rate": 3e-4, "num_minibatches": 32, "clip_coef": 0.2},
+    "ppo_discrete": CLASSIC
+    | CLIPPED
+    | {"env_id": "CartPole-v1", "vectorization": "sync", "total_timesteps": 500_000, "num_envs": 4, "num_steps": 128}
+    | {"learning_rate": 2.5e-4, "num_minibatches": 4, "update_epochs": 4, "clip_coef": 0.2, "ent_coef": 0.01}
+    | {"checkpoint_every": 100, "norm_obs": False, "norm_reward": False, "anneal_clip": False},
     "ppo_penalty": CLASSIC
     | CLIPPED
     | MUJOCO

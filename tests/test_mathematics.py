@@ -10,15 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import BOXES, CONTROL, GAUSSIAN, MODULES, PPO, SCRIPTS
+from conftest import BOXES, CONTROL, ENVS, GAUSSIAN, MODULES, PPO, SCRIPTS
+from gymnasium import spaces
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-CLIP = ["ppo_atari", "ppo_continuous"]
+CLIP = ["ppo_atari", "ppo_continuous", "ppo_discrete"]
 few = settings(max_examples=8, deadline=None, derandomize=True, report_multiple_bugs=False)
 seeds = st.integers(0, 10**6)
 every_control = pytest.mark.parametrize("name", CONTROL)
 every_box = pytest.mark.parametrize("name", BOXES)
+every_env = pytest.mark.parametrize("name", ENVS)
 every_ppo = pytest.mark.parametrize("name", PPO)
 every_clip = pytest.mark.parametrize("name", CLIP)
 tensor = torch.tensor
@@ -39,6 +41,8 @@ def new_agent(name: str, obs_dim: int = 5, action_dim: int = 2) -> Any:
     module = MODULES[name]
     if name == "ppo_atari":
         return module.Agent(action_dim)
+    if name == "ppo_discrete":
+        return module.Agent(obs_dim, spaces.Discrete(action_dim))
     if "discrete" in inspect.signature(module.Agent).parameters:
         return module.Agent(obs_dim, action_dim, discrete=False)
     return module.Agent(obs_dim, action_dim)
@@ -310,7 +314,13 @@ def minibatch(name: str, size: int = 16) -> tuple[Any, dict[str, torch.Tensor], 
         obs = torch.randint(0, 256, (size, 4, 84, 84), dtype=torch.uint8)
         policy, values = agent(obs)
         distribution: Any = torch.distributions.Categorical(logits=policy.logits.detach())
-        extra = {}
+        extra: dict[str, torch.Tensor] = {}
+    elif name == "ppo_discrete":
+        agent.actor[-1].weight.data *= 100
+        obs = torch.randn(size, 3)
+        logits, values = agent(obs)
+        distribution = torch.distributions.Independent(torch.distributions.Categorical(logits=logits.detach()), 1)
+        extra = {"masks": torch.ones(size, 1, 2, dtype=torch.bool)}
     else:
         agent.actor_logstd.data[:] = tensor([-0.3, 0.2])
         obs = torch.randn(size, 3)
@@ -617,7 +627,7 @@ def test_the_policy_in_numpy_is_the_agent_whatever_its_layers_are(name: str) -> 
 
 
 @pytest.mark.detail("28")
-@every_box
+@every_env
 @pytest.mark.parametrize("shift, scale", [(0.0, 1.0), (1e3, 1e-1), (-3.0, 1e3)])
 def test_running_statistics_are_those_of_the_whole_stream(name: str, shift: float, scale: float) -> None:
     """By NumPy on all rows, however they are cut into batches; a little of mean 0 and variance 1 is there before."""
@@ -641,7 +651,7 @@ def test_running_statistics_are_those_of_the_whole_stream(name: str, shift: floa
 
 @pytest.mark.detail("28")
 @pytest.mark.detail("29")
-@every_box
+@every_env
 def test_what_is_normalised_is_a_standard_score_within_10(name: str) -> None:
     rows = np.random.default_rng(0).normal([50, -3, 0], [4, 0.1, 20], (400, 3))
     stats = MODULES[name].RunningMeanStd(3)
@@ -653,7 +663,7 @@ def test_what_is_normalised_is_a_standard_score_within_10(name: str) -> None:
 
 
 @pytest.mark.detail("28")
-@every_box
+@every_env
 def test_statistics_go_on_from_what_was_saved(name: str, tmp_path: Any) -> None:
     make = MODULES[name].RunningMeanStd
     stats, copy = make(2), make(2)
@@ -668,7 +678,7 @@ def test_statistics_go_on_from_what_was_saved(name: str, tmp_path: Any) -> None:
 
 
 @pytest.mark.detail("S2")
-@every_box
+@every_env
 def test_statistics_of_several_processes_are_those_of_all_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two processes, one after the other in this one: shared twice, each row counts once in both."""
     module = MODULES[name]

@@ -25,9 +25,9 @@ import torch
 import torch.distributed as dist
 import tyro
 from conftest import (
-    BOXES,
     BUDGET,
     CONTROL,
+    ENVS,
     MODULES,
     PPO,
     ROOT,
@@ -43,6 +43,7 @@ from test_control import as_they_are, playing, watch
 from torch.distributions import Categorical
 
 gym.register(id="Swing-v0", entry_point="gymnasium.envs.classic_control:PendulumEnv", max_episode_steps=9)
+gym.register(id="Cart-v0", entry_point="gymnasium.envs.classic_control:CartPoleEnv", max_episode_steps=9)
 here = pytest.MonkeyPatch()  # of a process that ends with its check, so that nothing is undone
 
 
@@ -119,7 +120,11 @@ def draw_for_two(module: Any, args: Any) -> None:
             parts = [rows[:, i].ravel()[orders[half]].reshape(number, -1) for i, half in enumerate(halves)]
             yield from torch.from_numpy(np.concatenate(parts, 1))
 
+    def gumbel(size: Any) -> np.ndarray:
+        return rng.gumbel(size=(args.num_envs, *size[1:]))[mine]
+
     here.setattr(torch, "randn", noise)
+    here.setattr(np.random, "gumbel", gumbel)
     here.setattr(Categorical, "sample", sample)
     here.setattr(module, "reseed", lambda seed, iteration: 1000 * iteration + mine.start)
     here.setattr(module, "minibatches", minibatches)
@@ -167,6 +172,8 @@ def trained(module: Any) -> dict[str, Any]:
     atari = module.__name__ == "ppo_atari"
     changes: dict[str, Any] = {"num_envs": 4, "num_steps": 16, "num_minibatches": 2, "update_epochs": 2}
     changes |= {"total_timesteps": 128, "checkpoint_every": 1, "learning_rate": 0.01, "env_id": "Swing-v0"}
+    if module.__name__ == "ppo_discrete":
+        changes |= {"env_id": "Cart-v0", "anneal_clip": True}
     if atari:
         changes |= {"env_id": "Pong", "num_envs": 2, "total_timesteps": 64, "max_episode_frames": 40}
     if module.__name__ in PPO:
@@ -215,7 +222,7 @@ def statistics(module: Any) -> dict[str, torch.Tensor]:
     return {"sums": stats.sums.copy(), "mean": mean, "std": std}
 
 
-@pytest.mark.parametrize("name", BOXES)
+@pytest.mark.parametrize("name", ENVS)
 def test_two_processes_have_the_statistics_of_one(name: str, tmp_path: Path) -> None:
     both = in_processes(statistics, name, tmp_path)
     rows = np.concatenate([np.random.default_rng(seed).normal(5, 3, (40, 2)) for seed in (1, 2, 3)])
@@ -347,7 +354,9 @@ def played(module: Any) -> dict[str, Any]:
     if not atari:
         as_they_are(module, here)
     owner, name = (Categorical, "sample") if atari else (torch, "randn")
-    noise = watch(here, owner, name, lambda _, drawn: drawn.numpy().copy())
+    if module.__name__ == "ppo_discrete":
+        owner, name = np.random, "gumbel"
+    noise = watch(here, owner, name, lambda _, drawn: np.array(drawn))
     starts = watch(here, playing(module), "reset", lambda args, _: args[0].obs.copy())
     agents = watch(here, module, "Agent")
     game = {"env_id": "SpaceInvaders", "num_envs": 8, "num_steps": 16} if atari else {}

@@ -22,12 +22,14 @@ from conftest import (
     BOXES,
     BUDGET,
     CONTROL,
+    ENVS,
     MODULES,
     PPO,
     ROOT,
     SMALL,
     Forked,
     command,
+    counting,
     left_in,
     run,
     run_small,
@@ -169,7 +171,7 @@ def test_a_second_interrupt_leaves_at_once(name: str, tmp_path: Path, sign: sign
     assert not any(checkpoint(path.parent)["iteration"] for path in tmp_path.glob("runs/*/checkpoint.pt"))
 
 
-@pytest.mark.parametrize("name", BOXES)
+@pytest.mark.parametrize("name", ENVS)
 def test_control_c_in_a_terminal_reaches_workers_too(name: str, tmp_path: Path) -> None:
     flags = ["--vectorization", "async", "--checkpoint-every", 1, "--total-timesteps", 10**6]
     process = launch(name, tmp_path, *flags, session=True)
@@ -429,7 +431,7 @@ def test_help_is_printed_in_any_code_page(name: str, tmp_path: Path) -> None:
 
 
 def test_run_folders_are_flat_and_unique(name: str, tmp_path: Path) -> None:
-    env_id = {"ppo_atari": "ALE/Pong-v5"}.get(name, "counting_envs:Trunc-v0")
+    env_id = {"ppo_atari": "ALE/Pong-v5"}.get(name, counting(name, "Trunc"))
     flags = [*SMALL[name], *(["--env-id", env_id] if name in CONTROL else []), BUDGET[name], 128]
     both = [Forked(command(name, *flags)[1:], tmp_path, [tmp_path / f"{i}.txt"] * 2) for i in range(2)]
     assert [process.wait() for process in both] == [0, 0]
@@ -547,8 +549,10 @@ def trained(module: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     return agent, envs, folder
 
 
-def test_a_reloaded_policy_acts_like_the_agent_in_memory(control: ModuleType, tmp_path: Path, monkeypatch) -> None:
+@pytest.mark.parametrize("name", BOXES)
+def test_a_reloaded_policy_acts_like_the_agent_in_memory(name: str, tmp_path: Path, monkeypatch) -> None:
     """Its mean action for raw observations, statistics included; sampled ones lie around it as far as in training."""
+    control = MODULES[name]
     agent, envs, folder = trained(control, tmp_path, monkeypatch, "--env-id", "Pendulum-v1")
     raw = np.array([[0.5, -0.5, 3.0], [-1.0, 0.1, -8.0]], np.float32)
     mean, std = envs.obs_stats.mean_and_std()
@@ -613,7 +617,7 @@ def test_a_film_that_fails_is_said_and_training_goes_on(control: ModuleType, tmp
     flags = [*SMALL[control.__name__], "--run-dir"]
     agents = []
     for number, more in enumerate(([], ["--capture-video"])):
-        given = ["--env-id", "counting_envs:NoPicture-v0", *more]
+        given = ["--env-id", counting(control.__name__, "NoPicture"), *more]
         control.train(control.parse_args([*flags, str(tmp_path / str(number)), *given]))
         (folder,) = (tmp_path / str(number)).iterdir()
         agents.append(result(folder))
@@ -622,23 +626,23 @@ def test_a_film_that_fails_is_said_and_training_goes_on(control: ModuleType, tmp
 
 
 def test_pictures_may_have_odd_sides(control: ModuleType, tmp_path: Path) -> None:
-    flags = ["--capture-video", "--run-dir", str(tmp_path), "--env-id", "counting_envs:OddPicture-v0"]
+    flags = ["--capture-video", "--run-dir", str(tmp_path), "--env-id", counting(control.__name__, "OddPicture")]
     control.train(control.parse_args([*SMALL[control.__name__], *flags]))
     (clip,) = tmp_path.glob("*/videos/*.mp4")
     height, width, _ = frames(clip)[0].shape
     assert abs(height - 301) <= 1 and abs(width - 401) <= 1
 
 
-@pytest.mark.parametrize("name", BOXES)
+@pytest.mark.parametrize("name", ENVS)
 @pytest.mark.parametrize("kind", ["sync", "async"])
 def test_a_crash_inside_an_environment_ends_the_run_with_its_message(name: str, tmp_path: Path, kind: str) -> None:
-    flags = [*SMALL[name], "--env-id", "counting_envs:Crash-v0", "--vectorization", kind]
+    flags = [*SMALL[name], "--env-id", counting(name, "Crash"), "--vectorization", kind]
     crashed = run(name, *flags, cwd=tmp_path, timeout=200)
     assert crashed.returncode not in (0, 2) and "the simulator crashed" in crashed.stderr
     assert "(not finished: " in crashed.stdout and not left_in(tmp_path)
 
 
-@pytest.mark.parametrize("name", BOXES)
+@pytest.mark.parametrize("name", ENVS)
 def test_a_killed_worker_does_not_hang_the_run(name: str, tmp_path: Path) -> None:
     process = launch(name, tmp_path, "--vectorization", "async", "--total-timesteps", 10**7, "--checkpoint-every", 0)
     wait_for(process, lambda: "\nstep 128" in process.text())
@@ -669,6 +673,8 @@ LATER: dict[str, dict[str, Any]] = {
 }
 for _name, _options in LATER.items():
     gymnasium.register(f"Later{_name}-v0", f"{__name__}:Later", kwargs=_options)
+    _choice = {"action": gymnasium.spaces.Discrete(3)} | _options
+    gymnasium.register(f"ChoiceLater{_name}-v0", f"{__name__}:Later", kwargs=_choice)
 
 
 @pytest.mark.parametrize("fault", ["NanReward", "InfReward", "Vast", "NanObs"])
@@ -677,7 +683,8 @@ def test_what_is_not_finite_stops_the_run_in_a_sentence_and_is_not_saved(
     control: ModuleType, tmp_path: Path, fault: str, monkeypatch, capsys
 ) -> None:
     monkeypatch.setattr(Later, "healthy", 128 + 64)  # the first of 4 iterations, saved, and a part of the second
-    flags = ["--env-id", f"Later{fault}-v0", "--checkpoint-every", "1", "--run-dir", str(tmp_path)]
+    kind = "ChoiceLater" if control.__name__ == "ppo_discrete" else "Later"
+    flags = ["--env-id", f"{kind}{fault}-v0", "--checkpoint-every", "1", "--run-dir", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", [f"{control.__name__}.py", *SMALL[control.__name__], *flags])
     with pytest.raises(SystemExit) as caught:
         control.main()

@@ -6,6 +6,7 @@ a few roundings of a weight. The tolerances leave a factor of ten, and what a wr
 hundreds of times as large.
 """
 
+import dataclasses
 import functools
 import math
 import tempfile
@@ -62,7 +63,34 @@ class Drift(gym.Env):
         return self.observe(), reward, death, time, {}
 
 
+class MaskedDrift(Drift):
+    """The same, pushed by two choices, of which at each step some are invalid."""
+
+    def __init__(self) -> None:
+        super().__init__(discrete=True)
+        self.action_space = spaces.MultiDiscrete([3, 2], start=[5, -1])
+
+    def info(self) -> dict[str, Any]:
+        self.mask = np.concatenate([self.np_random.permutation(row) for row in ([1, 1, 0], [1, self.steps % 2])])
+        return {"action_mask": self.mask.astype(np.int8)}
+
+    def reset(self, **options: Any) -> tuple[Any, dict[str, Any]]:
+        obs, _ = super().reset(**options)
+        return obs, self.info()
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        both: Any = self.action_space
+        assert both.contains(action)
+        first, second = action - both.start
+        assert self.mask[first] and self.mask[3 + second], "an invalid action"
+        self.action_space = spaces.Discrete(3, start=5)
+        *outcome, _ = super().step(5 + (first + second) % 3)
+        self.action_space = both
+        return *outcome, self.info()
+
+
 gym.register(id="Drift-v0", entry_point="test_updates:Drift")
+gym.register(id="MaskedDrift-v0", entry_point="test_updates:MaskedDrift")
 gym.register(id="DriftDiscrete-v0", entry_point="test_updates:Drift", kwargs={"discrete": True})
 gym.register(id="ShortPendulum-v0", entry_point="gymnasium.envs.classic_control:PendulumEnv", max_episode_steps=13)
 
@@ -108,6 +136,7 @@ class Record:
     agent: Any = None
     envs: Any = None
     first: np.ndarray | None = None  # raw observations after the reset
+    masks: list[np.ndarray] = field(default_factory=list)  # before each step, where environments have any
     moments: list[Moment] = field(default_factory=list)
     emulators: list[Any] = field(default_factory=list)
     iterations: list[Iteration] = field(default_factory=list)
@@ -269,6 +298,7 @@ def watch_envs(record: Record, module: ModuleType, patch: pytest.MonkeyPatch) ->
         def watched_reset(**options: Any) -> Any:
             raw_obs, info = reset(**options)
             record.first = raw_obs.copy()
+            record.masks.append(np.array(info.get("action_mask", [])))
             return raw_obs, info
 
         def watched_step(actions: np.ndarray) -> Any:
@@ -279,6 +309,7 @@ def watch_envs(record: Record, module: ModuleType, patch: pytest.MonkeyPatch) ->
                 successors[i] = info["final_obs"][i]
             moment = Moment(executed, successors, onward, rewards, terminations, truncations)
             record.moments.append(Moment(*(x.copy() for x in moment)))
+            record.masks.append(np.array(info.get("action_mask", [])))
             return onward, rewards, terminations, truncations, info
 
         envs.reset, envs.step = watched_reset, watched_step
@@ -353,6 +384,35 @@ class Choices(NamedTuple):
         return (self.logs().exp() * (self.logs() - new.logs())).sum(-1).mean()
 
 
+class Components(NamedTuple):
+    """Two independent choices, of which some are invalid: the joint distribution as a table of six."""
+
+    outputs: Tensor  # [B, 6] of the network, three for each component
+    masks: Tensor  # [B, 5], three and two
+
+    def table(self) -> Tensor:
+        """Probabilities of the joint actions [B, 3, 2]."""
+        first, second = self.outputs.exp().split(3, -1)
+        first, second = first * self.masks[:, :3], second[:, :2] * self.masks[:, 3:]
+        joint = first[:, :, None] * second[:, None, :]
+        return joint / joint.sum((1, 2), keepdim=True)
+
+    def logprobs(self, actions: Tensor) -> Tensor:
+        chosen = [table[int(a), int(b)] for table, (a, b) in zip(self.table(), actions.tolist(), strict=True)]
+        return torch.stack(chosen).log()
+
+    def surprises(self) -> Tensor:
+        """-p log p [B, 3, 2] of all that is possible."""
+        return -torch.special.xlogy(self.table(), self.table().clamp(1e-300))
+
+    def entropy(self) -> Tensor:
+        return self.surprises().sum((1, 2)).mean()
+
+    def variance(self) -> Tensor:
+        logs = self.table().clamp(1e-300).log()
+        return ((self.table() * logs.square()).sum((1, 2)) - self.surprises().sum((1, 2)).square()).mean()
+
+
 def mlp(weights: Weights, name: str, x: Tensor) -> Tensor:
     for layer in "024":
         x = x @ weights[f"{name}.{layer}.weight"].T + weights[f"{name}.{layer}.bias"]
@@ -367,8 +427,10 @@ def nature(weights: Weights, frames: Tensor) -> Tensor:
     return (x.flatten(1) @ weights["network.7.weight"].T + weights["network.7.bias"]).relu()
 
 
-def policy_and_values(weights: Weights, obs: Tensor) -> tuple[Any, Tensor]:
+def policy_and_values(weights: Weights, obs: Tensor, masks: Tensor | None = None) -> tuple[Any, Tensor]:
     """π(·|s) and V(s) of rows of observations by these weights alone."""
+    if masks is not None:
+        return Components(mlp(weights, "actor", obs), masks), mlp(weights, "critic", obs).squeeze(-1)
     if "network.0.weight" in weights:
         hidden = nature(weights, obs)
         logits, values = (
@@ -418,7 +480,8 @@ class Normalizer:
 
 def episodes_of(record: Record) -> tuple[list[Played], Callable[[], None]]:
     """What the environments' own books make of both segments, and a check of the statistics that a run keeps."""
-    observe = Normalizer()
+    scales = {name: getattr(record.args, name, True) for name in ("norm_obs", "norm_reward")}
+    observe: Any = Normalizer() if scales["norm_obs"] else lambda raw: raw
     assert record.first is not None
     n = len(record.first)
     obs = observe(record.first)
@@ -431,7 +494,7 @@ def episodes_of(record: Record) -> tuple[list[Played], Callable[[], None]]:
             paid[i].append(float(moment.rewards[i]))
         for history in paid:
             returns.append(np.array(sum(record.args.gamma**k * r for k, r in enumerate(reversed(history)))))
-        scaled = (moment.rewards / standard(returns)[1]).clip(-10, 10)
+        scaled = (moment.rewards / standard(returns)[1]).clip(-10, 10) if scales["norm_reward"] else moment.rewards
         died = moment.terminations
         cut = moment.truncations & ~died
         successors = observe(moment.successors)
@@ -446,9 +509,12 @@ def episodes_of(record: Record) -> tuple[list[Played], Callable[[], None]]:
 
     def check_statistics() -> None:
         for kept, seen, what in (
-            (record.envs.obs_stats, observe.seen, "observations"),
-            (record.envs.return_stats, returns, "discounted returns"),
+            (record.envs.obs_stats, getattr(observe, "seen", None), "observations"),
+            (record.envs.return_stats, returns if scales["norm_reward"] else None, "discounted returns"),
         ):
+            if seen is None:
+                assert kept.mean_and_std()[1] == pytest.approx(1), f"the {what} are counted for nothing"
+                continue
             for got, want, statistic in zip(kept.mean_and_std(), standard(seen), ("mean", "std"), strict=True):
                 same(f"the {statistic} of all {what}", got, want, 1e-7)
 
@@ -517,20 +583,25 @@ class Rows:
     advantages: Tensor
     returns: Tensor
     old: Any  # π of all rows
+    masks: Tensor | None = None
+
+    def policy(self, weights: Weights, index: Any = slice(None)) -> tuple[Any, Tensor]:
+        """π and V of some of the rows by other weights."""
+        return policy_and_values(weights, self.obs[index], None if self.masks is None else self.masks[index])
 
 
 def real(x: Any) -> Tensor:
     return torch.as_tensor(np.asarray(x), dtype=torch.float64)
 
 
-def oracle_rows(args: Any, played: Played, weights: Weights, actions: Tensor) -> Rows:
+def oracle_rows(args: Any, played: Played, weights: Weights, actions: Tensor, masks: Tensor | None) -> Rows:
     """Advantages as the sum of discounted TD errors to the episode's end (arXiv:1506.02438, eq. 16), returns as the
     mean of n-step returns that λ weighs."""
     steps, n = played.rewards.shape
     lam, gamma = args.gae_lambda, args.gamma
     flat = lambda x: real(x).flatten(0, 1)
     with torch.no_grad():
-        old, values = policy_and_values(weights, flat(played.obs))
+        old, values = policy_and_values(weights, flat(played.obs), masks)
         _, next_values = policy_and_values(weights, flat(played.successors))
         logprobs = old.logprobs(actions)
     gone = played.terminations if args.bootstrap_truncated else played.terminations | played.truncations
@@ -552,7 +623,7 @@ def oracle_rows(args: Any, played: Played, weights: Weights, actions: Tensor) ->
             returns[t, i] = mixture
     alive = 1 - flat(gone)
     given = flat(played.obs), actions, logprobs, values, next_values, flat(played.rewards), alive
-    return Rows(*given, flat(advantages), flat(returns), old)
+    return Rows(*given, flat(advantages), flat(returns), old, masks)
 
 
 def same(what: str, got: Any, want: Any, tolerance: float, rows: list[int] | None = None) -> None:
@@ -567,20 +638,28 @@ def same(what: str, got: Any, want: Any, tolerance: float, rows: list[int] | Non
         raise AssertionError(f"{what.format(row)}: {got[at]} is not {want[at]}; so are {len(wrong)} of {off.size}")
 
 
-def check_rows(where: str, record: Record, iteration: Iteration, played: Played) -> Rows:
+def check_rows(where: str, record: Record, iteration: Iteration, played: Played, number: int) -> Rows:
     """Each row holds what belongs to its own step; returns the rows as they should be."""
     args = record.args
+    space = getattr(record.envs, "space", None)
+    masks = None
+    if space:
+        steps = record.masks[number * args.num_steps : (number + 1) * args.num_steps]
+        masks = real(np.array(steps)).flatten(0, 1)
     everywhere = list(range(args.num_steps * args.num_envs))
     batches = [(m.index, m.batch) for m in iteration.minibatches if m.batch is not None]
     if iteration.policy_batch is not None:
         batches = [(everywhere, iteration.policy_batch)]
     executed = real(played.executed).flatten(0, 1)
+    if space:
+        executed -= real(space.start)
     actions = executed.clone()  # as far as they were stored, the raw ones that became these
     for index, batch in reversed(batches):
         actions[index] = batch["actions"]
-    sent = actions if record.envs is None else actions.clip(real(record.envs.low), real(record.envs.high))
+    bounded = hasattr(record.envs, "low")
+    sent = actions.clip(real(record.envs.low), real(record.envs.high)) if bounded else actions
     same(where + ", row {}'s action is not what its environment got", sent, executed, 1e-6)
-    rows = oracle_rows(args, played, iteration.weights, actions)
+    rows = oracle_rows(args, played, iteration.weights, actions, masks)
     if {row for index, _ in batches for row in index} == {*everywhere}:
         surprise = abs(float(rows.logprobs.mean() + rows.old.entropy()))
         error = math.sqrt(float(rows.old.variance()) / len(everywhere))
@@ -590,6 +669,10 @@ def check_rows(where: str, record: Record, iteration: Iteration, played: Played)
 
     for index, batch in batches:
         same(where + ", row {}'s observation is not its own", batch["obs"], rows.obs[index], 1e-6, index)
+        if masks is not None:
+            kept = batch["masks"].flatten(1)[:, :5]  # the last of six is a third action of the second component
+            same(where + ", row {}'s mask is not its own", kept, masks[index], 0, index)
+            assert not batch["masks"][:, 1, 2].any()
     (given,) = iteration.estimated
     given = {name: x.flatten(0, 1) for name, x in given.items()}
     same(where + ", row {}'s reward is not that of its step", given["rewards"], rows.rewards, 1e-6)
@@ -715,7 +798,7 @@ class Objective(NamedTuple):
 
 def ppo_objective(args: Any, weights: Weights, rows: Rows, index: list[int], beta: float | None) -> Objective:
     """Minus eq. 9 of arXiv:1707.06347 row by row: eq. 7 clipped, or with `beta` eq. 8."""
-    pi, values = policy_and_values(weights, rows.obs[index])
+    pi, values = rows.policy(weights, index)
     logratios = pi.logprobs(rows.actions[index]) - rows.logprobs[index]
     advantages = normalized(rows.advantages[index]) if args.norm_adv else rows.advantages[index]
     surrogates, errors, far, moved = [], [], 0, 0
@@ -782,15 +865,17 @@ def oracle_ppo(record: Record) -> Seen:
     for k, iteration in enumerate(record.iterations):
         where = f"iteration {k + 1}"
         rate = args.learning_rate * (1 - k / 2 if args.anneal_lr else 1)
+        falls = getattr(args, "anneal_clip", False)
+        annealed = dataclasses.replace(args, clip_coef=args.clip_coef * (1 - k / 2)) if falls else args
         seen.ends(played[k])
-        rows = check_rows(where, record, iteration, played[k])
+        rows = check_rows(where, record, iteration, played[k], k)
         check_order(where, args, iteration)
         now = iteration.weights
         history: list[dict[str, float]] = []
         for j, minibatch in enumerate(iteration.minibatches):
             at = f"{where}, minibatch {j + 1}"
             weights = {name: w.clone().requires_grad_() for name, w in now.items()}
-            objective = ppo_objective(args, weights, rows, minibatch.index, beta)
+            objective = ppo_objective(annealed, weights, rows, minibatch.index, beta)
             history.append(objective.figures)
             if args.target_kl is not None and objective.figures["losses/approx_kl"] > 1.5 * args.target_kl:
                 assert minibatch.gradient is None, f"{at}: a step is taken, though its KL is beyond 1.5 target"
@@ -818,7 +903,7 @@ def oracle_ppo(record: Record) -> Seen:
         means = {tag: sum(x[tag] for x in history) / len(history) for tag in history[0]}
         means |= {"losses/explained_variance": explained_variance(rows), "charts/minibatches": len(history)}
         means |= {"charts/learning_rate": rate}
-        if record.envs is not None:
+        if "actor_logstd" in now:
             means |= spread(record, played[k], now)
         if beta is not None:
             with torch.no_grad():
@@ -928,7 +1013,7 @@ def oracle_trpo(record: Record) -> Seen:
     for k, iteration in enumerate(record.iterations):
         where = f"iteration {k + 1}"
         seen.ends(played[k])
-        rows = check_rows(where, record, iteration, played[k])
+        rows = check_rows(where, record, iteration, played[k], k)
         check_order(where, args, iteration)
         found = oracle_policy_step(args, iteration.weights, rows)
         means = found.figures
@@ -977,6 +1062,9 @@ SEGMENT = {"num_envs": 2, "num_steps": 32, "num_minibatches": 4, "update_epochs"
 SHORT: dict[str, dict[str, Any]] = {  # limits of the norm between those of the gradients; policies that move fast
     "ppo_atari": GAMES | {"total_timesteps": 64, "max_episode_frames": 24, "learning_rate": 2e-3, "max_grad_norm": 2.5},
     "ppo_continuous": SEGMENT | {"env_id": "Drift-v0", "ent_coef": 0.02, "learning_rate": 5e-3, "max_grad_norm": 1.5},
+    "ppo_discrete": SEGMENT
+    | {"env_id": "MaskedDrift-v0", "norm_obs": True, "norm_reward": True, "anneal_clip": True}
+    | {"ent_coef": 0.02, "learning_rate": 5e-3, "max_grad_norm": 1.5},
     "ppo_penalty": SEGMENT
     | {"env_id": "Drift-v0", "ent_coef": 0.02, "learning_rate": 5e-3, "max_grad_norm": 2.7, "seed": 4},
     "trpo": SEGMENT | {"env_id": "Drift-v0", "ent_coef": 0.02, "cg_iters": 4, "max_kl": 0.3, "seed": 3},
@@ -986,6 +1074,8 @@ PENDULUM = {"env_id": "ShortPendulum-v0", "anneal_lr": False, "learning_rate": 0
 SWITCHED: dict[str, dict[str, Any]] = {  # other environments, and every switch off
     "ppo_atari": PLAIN | {"env_id": "Pong", "clip_vloss": False, "anneal_lr": False, "sticky_actions": 0.25},
     "ppo_continuous": PLAIN | PENDULUM | {"clip_vloss": False},
+    "ppo_discrete": PLAIN
+    | {"norm_obs": False, "norm_reward": False, "clip_vloss": False, "anneal_lr": False, "anneal_clip": False},
     "ppo_penalty": PLAIN | PENDULUM | {"adaptive_beta": False, "beta": 0.7},
 }
 UNMET = "the run is right, but has not met all that it should with this seed"
@@ -997,6 +1087,9 @@ def first_run(name: str) -> Seen:
     return oracle_ppo(follow(MODULES[name], **SHORT[name]))
 
 
+@pytest.mark.detail("37")
+@pytest.mark.detail("S1")
+@pytest.mark.detail("S4")
 @every_ppo
 def test_two_iterations_by_hand(name: str) -> None:
     """With gradients that are shortened and others that are not, and ratios and values within and beyond their clip."""
