@@ -760,7 +760,7 @@ def load_checkpoint(folder: str, **parts: Any) -> dict[str, Any]:
 def load_policy(folder: str, sample: bool = True) -> Policy:
     """The policy saved in a run folder: flat raw observations [..., D] to actions [..., A] within their bounds.
 
-    Actions are sampled as in training, or the means. Raises UsageError if folder or environment cannot be used.
+    Actions are sampled as in training, or the most probable. Raises UsageError if folder or environment cannot be used.
     """
     envs = NormalizedEnvs(load_checkpoint(folder)["args"], 1)
     agent = Agent(envs.obs_dim, envs.action_dim)

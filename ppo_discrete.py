@@ -178,6 +178,7 @@ class NormalizedEnvs:
 
     def __init__(self, args: Args, num_envs: int):
         self.make = lambda: make_envs(args, num_envs)
+        self.gamma = args.gamma
         self.args = args
         self.envs = probe_env(args)
         self.obs_dim, self.space = self.envs.observation_space.shape[0], self.envs.action_space
@@ -213,7 +214,7 @@ class NormalizedEnvs:
 
         self.lengths += 1
         self.scores += rewards
-        self.discounted = self.discounted * self.args.gamma + rewards
+        self.discounted = self.discounted * self.gamma + rewards
         scaled_rewards = rewards
         if self.args.norm_reward:
             self.return_stats.update(self.discounted)
@@ -272,8 +273,9 @@ class Agent(nn.Module):
 def act(agent: Agent, obs: Tensor, masks: np.ndarray, sample: bool = True) -> np.ndarray:
     """Actions [B, A]: the valid ones [S4] with the largest logits, to which Gumbel noise makes samples of them."""
     logits = agent(obs)[0].cpu().numpy()
-    noise = np.random.gumbel(size=logits.shape) if sample else 0.0
-    return np.where(masks, logits + noise, -1e9).argmax(-1)
+    if sample:
+        logits = logits + np.random.gumbel(size=logits.shape)
+    return np.where(masks, logits, -1e9).argmax(-1)
 
 
 def masked_categorical(logits: Tensor, masks: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
@@ -592,6 +594,7 @@ class Run:
     """
 
     def __init__(self, args: Args, **parts: Any):
+        self.gamma = args.gamma
         self.args = args
         self.parts = parts
         self.batch_size = args.num_envs * args.num_steps
