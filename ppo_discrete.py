@@ -538,16 +538,17 @@ def probe_env(args: Args) -> Any:
         hasattr(gym.vector, "AutoresetMode"), f"gymnasium {gym.__version__} is too old: pip install gymnasium==1.4.0"
     )
     env = make_env(args, args.capture_video)
+    space = env.action_space
     try:
         _, info = env.reset()
-        first_valid = valid_actions(env.action_space, info).argmax(-1)
-        obs, reward, *over, info = env.step(chosen_actions(env.action_space, first_valid))
+        first_valid = valid_actions(space, info).argmax(-1)
+        obs, reward, over, cut, info = env.step(chosen_actions(space, first_valid))
     except ValueError as error:  # of four values, as in the days of gym
         raise UsageError(
             f"--env-id {args.env_id} is not of Gymnasium 1: {error} ({traceback.extract_tb(error.__traceback__)[-1]})"
         ) from None
-    if not any(over):
-        valid_actions(env.action_space, info)
+    if not over and not cut:
+        valid_actions(space, info)
     if args.capture_video:  # what it needs must be there
         import imageio_ffmpeg  # noqa: F401
     require(

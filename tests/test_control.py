@@ -309,7 +309,7 @@ def test_steps_of_episodes_that_a_checkpoint_cuts_are_counted(
         end(run, metrics)
 
     monkeypatch.setattr(control.Run, "end_iteration", end_iteration)
-    env_id = f"counting_envs:{kind}-v0"
+    env_id = counting(control.__name__, kind)
     control.train(small_args(control, env_id=env_id, total_timesteps=384, checkpoint_every=every))
     assert logged == pytest.approx(shares)
 

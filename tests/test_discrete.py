@@ -234,7 +234,15 @@ def test_a_component_without_a_valid_action_ends_the_run_by_name(small_args: Any
 
 @pytest.mark.parametrize(
     "kind, words",
-    [("Trunc", "ppo_continuous.py"), ("ChoiceImageObs", "only Atari's script"), ("SequenceAction", "Discrete")],
+    [
+        ("Trunc", "ppo_continuous.py"),
+        ("ChoiceImageObs", "only Atari's script"),
+        ("SequenceAction", "Discrete"),
+        ("ChoiceWrongShape", r"observes \(4,\), not"),
+        ("ChoiceVectorReward", "no scalar reward"),
+        ("ChoiceOldStep", "not of Gymnasium 1: .*expected 5, got 4"),
+        ("ChoiceOldReset", "not of Gymnasium 1: .*expected 2"),
+    ],
 )
 def test_other_spaces_are_refused_by_the_script_that_takes_them(kind: str, words: str) -> None:
     with pytest.raises(discrete.UsageError, match=words) as caught:

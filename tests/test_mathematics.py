@@ -402,8 +402,11 @@ def test_debug_variables_of_known_ratios(name: str) -> None:
     assert float(stats["losses/approx_kl"]) == pytest.approx(0, abs=3e-7)
     if name in CLIP:  # an ε of 0 clips nothing that has not moved
         policy, _ = agent(batch["obs"])
-        own = policy.log_prob(batch["actions"]) if name == "ppo_atari" else None
-        if own is None:
+        if name == "ppo_atari":
+            own = policy.log_prob(batch["actions"])
+        elif name == "ppo_discrete":
+            own, _ = module.masked_categorical(policy, batch["masks"], batch["actions"])
+        else:
             own = module.gaussian_logprob(batch["actions"], policy, agent.actor_logstd)
         _, stats = module.ppo_loss(module.Args(clip_coef=0.0), agent, batch | {"logprobs": own.detach()})
         assert float(stats["losses/clipfrac"]) == 0

@@ -363,7 +363,7 @@ def test_help_explains_every_flag_in_a_line(name: str, tmp_path: Path) -> None:
 
 
 def test_a_start_prints_no_warnings_and_the_folder_first_and_last(name: str, tmp_path: Path) -> None:
-    flags = ["--env-id", "Pendulum-v1"] if name not in ("ppo_atari", "rlhf_ppo_gpt2") else []
+    flags = ["--env-id", "Pendulum-v1"] if name in BOXES else []
     result = run(name, *SMALL[name], *flags, cwd=tmp_path, fresh=True)
     assert result.returncode == 0 and result.stderr == ""
     (folder,) = (tmp_path / "runs").iterdir()
