@@ -272,6 +272,7 @@ def minibatches(size: int, count: int, epochs: int, device: torch.device) -> Ite
 def normalize_advantages(advantages: Tensor) -> Tensor:
     """Zero mean, unit variance over the minibatch [7] (its shares in all processes); [B] to [B]."""
     centred = advantages - global_mean(advantages.mean())
+    centred -= global_mean(centred.mean())  # or rounding would become ±1 where all are equal
     return centred / (global_mean(centred.square().mean()).sqrt() + 1e-8)
 
 
@@ -441,7 +442,7 @@ def start(args: Args) -> torch.device:
     try:
         device = torch.device(f"cuda:{LOCAL_RANK}" if name == "cuda" else name)
         torch.zeros(1, device=device)
-    except (RuntimeError, AssertionError) as error:
+    except Exception as error:
         raise UsageError(f"--device {args.device} does not work here: {str(error).splitlines()[0]}") from None
     torch.backends.cudnn.deterministic = args.torch_deterministic
     torch.set_float32_matmul_precision("high" if args.bf16 else "highest")
@@ -640,7 +641,7 @@ class Run:
             self.writer.flush()  # the log knows all that a checkpoint does
             torch.save(state, aside)
             aside.replace(self.folder / name)
-        except (OSError, RuntimeError) as error:
+        except Exception as error:
             raise RunError(f"{self.folder / name} could not be written and is as it was ({error})") from error
         finally:
             aside.unlink(missing_ok=True)

@@ -150,7 +150,7 @@ class NormalizedEnvs:
 
     def __init__(self, args: Args, num_envs: int):
         self.make = lambda: make_envs(args, num_envs)
-        self.gamma = args.gamma
+        self.args = args
         self.envs = probe_env(args)
         self.low, self.high = self.envs.action_space.low, self.envs.action_space.high
         self.obs_dim, self.action_dim = self.envs.observation_space.shape[0], len(self.low)
@@ -183,7 +183,7 @@ class NormalizedEnvs:
 
         self.lengths += 1
         self.scores += rewards
-        self.discounted = self.discounted * self.gamma + rewards
+        self.discounted = self.discounted * self.args.gamma + rewards
         self.return_stats.update(self.discounted)
         _, std = self.return_stats.mean_and_std()
         scaled_rewards = (rewards / std).clip(-10, 10)  # [30] [31]
@@ -273,6 +273,7 @@ def minibatches(size: int, count: int, epochs: int, device: torch.device) -> Ite
 def normalize_advantages(advantages: Tensor) -> Tensor:
     """Zero mean, unit variance over the minibatch [7] (its shares in all processes); [B] to [B]."""
     centred = advantages - global_mean(advantages.mean())
+    centred -= global_mean(centred.mean())  # or rounding would become ±1 where all are equal
     return centred / (global_mean(centred.square().mean()).sqrt() + 1e-8)
 
 
@@ -435,7 +436,7 @@ def start(args: Args) -> torch.device:
     try:
         device = torch.device(f"cuda:{LOCAL_RANK}" if name == "cuda" else name)
         torch.zeros(1, device=device)
-    except (RuntimeError, AssertionError) as error:
+    except Exception as error:
         raise UsageError(f"--device {args.device} does not work here: {str(error).splitlines()[0]}") from None
     torch.backends.cudnn.deterministic = args.torch_deterministic
     torch.set_float32_matmul_precision("high" if args.bf16 else "highest")
@@ -477,8 +478,7 @@ def make_env(args: Args, film: bool = False) -> Any:
         env.observation_space.shape[0] <= 10_000,
         f"--env-id {args.env_id} observes images, which only Atari's script takes",
     )
-    unflatten = lambda x: gym.spaces.unflatten(box, x)
-    return gym.wrappers.TransformAction(env, unflatten, gym.spaces.flatten_space(box))
+    return gym.wrappers.TransformAction(env, lambda x: gym.spaces.unflatten(box, x), gym.spaces.flatten_space(box))
 
 
 def make_envs(args: Args, num_envs: int) -> Any:
@@ -717,7 +717,7 @@ class Run:
             self.writer.flush()  # the log knows all that a checkpoint does
             torch.save(state, aside)
             aside.replace(self.folder / name)
-        except (OSError, RuntimeError) as error:
+        except Exception as error:
             raise RunError(f"{self.folder / name} could not be written and is as it was ({error})") from error
         finally:
             aside.unlink(missing_ok=True)
@@ -843,7 +843,11 @@ def main() -> None:
         else:
             train(args)
     except (UsageError, RunError, KeyboardInterrupt, ModuleNotFoundError, gym.error.Error) as error:
-        print(f"error: {' '.join(str(error).split()) or 'interrupted'}", file=sys.stderr)
+        print(
+            f"error: {' '.join(str(error).split()) or 'interrupted'}"
+            f"{'; --env-id module:Id-v0 imports a module first' if isinstance(error, gym.error.Error) else ''}",
+            file=sys.stderr,
+        )
         sys.exit(1 if isinstance(error, RunError) else 130 if isinstance(error, KeyboardInterrupt) else 2)
     finally:
         if dist.is_initialized():

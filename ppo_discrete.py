@@ -155,10 +155,12 @@ def valid_actions(space: Any, info: dict[str, Any]) -> np.ndarray:
     masks = np.arange(sizes.max()) < sizes[:, None]
     if "action_mask" in info:  # which every reset and every step gives, or none
         said = info["action_mask"]
-        fits = getattr(said, "shape", ())[-1:] == (sizes.sum(),)
-        require(fits, f'info["action_mask"] must be an array of {sizes.sum()} numbers, one for each action of {space}')
+        require(
+            getattr(said, "shape", ())[-1:] == (sizes.sum(),),
+            f'info["action_mask"] must be an array of {sizes.sum()} numbers, one for each action of {space}',
+        )
         masks = np.tile(masks, (*said.shape[:-1], 1, 1))
-        masks[masks] = said.ravel() > 0
+        masks[masks] = said.flat > 0
         if not masks.any(-1).all():
             raise RunError(f'info["action_mask"] leaves a component of {space} without a valid action')
     return masks
@@ -178,7 +180,6 @@ class NormalizedEnvs:
 
     def __init__(self, args: Args, num_envs: int):
         self.make = lambda: make_envs(args, num_envs)
-        self.gamma = args.gamma
         self.args = args
         self.envs = probe_env(args)
         self.obs_dim, self.space = self.envs.observation_space.shape[0], self.envs.action_space
@@ -214,7 +215,7 @@ class NormalizedEnvs:
 
         self.lengths += 1
         self.scores += rewards
-        self.discounted = self.discounted * self.gamma + rewards
+        self.discounted = self.discounted * self.args.gamma + rewards
         scaled_rewards = rewards
         if self.args.norm_reward:
             self.return_stats.update(self.discounted)
@@ -318,6 +319,7 @@ def minibatches(size: int, count: int, epochs: int, device: torch.device) -> Ite
 def normalize_advantages(advantages: Tensor) -> Tensor:
     """Zero mean, unit variance over the minibatch [7] (its shares in all processes); [B] to [B]."""
     centred = advantages - global_mean(advantages.mean())
+    centred -= global_mean(centred.mean())  # or rounding would become ±1 where all are equal
     return centred / (global_mean(centred.square().mean()).sqrt() + 1e-8)
 
 
@@ -392,7 +394,7 @@ def train(args: Args) -> dict[str, float]:
         for t in range(args.num_steps):
             obs[t] = envs.obs
             masks[t] = envs.masks
-            actions[t] = act(agent, tensor(obs[t]), masks[t])
+            actions[t] = act(agent, tensor(envs.obs), envs.masks)
             next_obs[t], rewards[t], terminations[t], truncations[t], ended = envs.step(actions[t])
             run.episodes += [(t, episode) for episode in ended]
 
@@ -481,7 +483,7 @@ def start(args: Args) -> torch.device:
     try:
         device = torch.device(f"cuda:{LOCAL_RANK}" if name == "cuda" else name)
         torch.zeros(1, device=device)
-    except (RuntimeError, AssertionError) as error:
+    except Exception as error:
         raise UsageError(f"--device {args.device} does not work here: {str(error).splitlines()[0]}") from None
     torch.backends.cudnn.deterministic = args.torch_deterministic
     torch.set_float32_matmul_precision("high" if args.bf16 else "highest")
@@ -595,7 +597,6 @@ class Run:
     """
 
     def __init__(self, args: Args, **parts: Any):
-        self.gamma = args.gamma
         self.args = args
         self.parts = parts
         self.batch_size = args.num_envs * args.num_steps
@@ -738,7 +739,7 @@ class Run:
             self.writer.flush()  # the log knows all that a checkpoint does
             torch.save(state, aside)
             aside.replace(self.folder / name)
-        except (OSError, RuntimeError) as error:
+        except Exception as error:
             raise RunError(f"{self.folder / name} could not be written and is as it was ({error})") from error
         finally:
             aside.unlink(missing_ok=True)
@@ -861,7 +862,11 @@ def main() -> None:
         else:
             train(args)
     except (UsageError, RunError, KeyboardInterrupt, ModuleNotFoundError, gym.error.Error) as error:
-        print(f"error: {' '.join(str(error).split()) or 'interrupted'}", file=sys.stderr)
+        print(
+            f"error: {' '.join(str(error).split()) or 'interrupted'}"
+            f"{'; --env-id module:Id-v0 imports a module first' if isinstance(error, gym.error.Error) else ''}",
+            file=sys.stderr,
+        )
         sys.exit(1 if isinstance(error, RunError) else 130 if isinstance(error, KeyboardInterrupt) else 2)
     finally:
         if dist.is_initialized():

@@ -73,7 +73,7 @@ MUTANTS = [
     M("6", f"{ATARI} {PENALTY}", "one order serves all epochs", "for _ in range(epochs):\n        yield from torch.randperm(size, device=device)", "order = torch.randperm(size, device=device)\n    for _ in range(epochs):\n        yield from order"),
     # 7 advantage normalisation
     M("7", f"{ATARI} {GAUSSIAN}", "normalised over the batch", "loss_fn(args, agent, {name: x[index] for name, x in batch.items()})", 'loss_fn(Args(**{**vars(args), "norm_adv": False}), agent, {name: x[index] for name, x in (batch | ({"advantages": normalize_advantages(batch["advantages"])} if args.norm_adv else {})).items()})', sample=ATARI),
-    M("7", f"{ATARI} {TRPO}", "the mean stays", "centred = advantages - global_mean(advantages.mean())", "centred = advantages"),
+    M("7", f"{ATARI} {TRPO}", "the mean stays", "centred = advantages - global_mean(advantages.mean())\n    centred -= global_mean(centred.mean())", "centred = advantages"),
     M("7", f"{CONTINUOUS} {DISCRETE}", "divided by the variance", "centred.square().mean()).sqrt() + 1e-8", "centred.square().mean()) + 1e-8"),
     M("7", f"{PENALTY}", "equal advantages become NaN", ".sqrt() + 1e-8)", ".sqrt())"),
     M("7", TRPO, "--norm-adv does nothing", "normalize_advantages(advantages) if args.norm_adv else advantages", "advantages"),
@@ -164,7 +164,7 @@ MUTANTS = [
     M("29", f"{TRPO}", "clipped above alone", ".clip(-10, 10).astype(np.float32)", ".clip(None, 10).astype(np.float32)"),
     M("30", ENVS, "the return leaks into the next episode", "self.discounted[dones] = 0", "self.discounted[dones] += 0"),
     M("30", CONTINUOUS, "the return starts anew at deaths alone", "self.discounted[dones] = 0", "self.discounted[terminations] = 0"),
-    M("30", f"{PENALTY} {DISCRETE}", "the return is not discounted", "self.discounted * self.gamma + rewards", "self.discounted + rewards"),
+    M("30", f"{PENALTY} {DISCRETE}", "the return is not discounted", "self.discounted * self.args.gamma + rewards", "self.discounted + rewards"),
     M("30", f"{TRPO}", "the spread is that of rewards", "self.return_stats.update(self.discounted)", "self.return_stats.update(rewards)"),
     M("30", f"{CONTINUOUS} {TRPO}", "rewards are centred", "(rewards / std)", "((rewards - rewards.mean()) / std)"),
     M("31", f"{CONTINUOUS} {TRPO}", "outliers stay", "(rewards / std).clip(-10, 10)", "(rewards / std)"),
@@ -188,7 +188,7 @@ MUTANTS = [
     M("S4", DISCRETE, "the update forgets the mask", "logits.masked_fill(~masks, -1e9)", "logits"),
     M("S4", DISCRETE, "invalid actions are played", "np.where(masks, logits, -1e9)", "logits", sample=DISCRETE),
     M("S4", DISCRETE, "invalid logits are made smaller alone", "masked_fill(~masks, -1e9)", "sub(9.0 * ~masks)"),
-    M("S4", DISCRETE, "the mask is that of the next step", "            masks[t] = envs.masks\n            actions[t] = act(agent, tensor(obs[t]), masks[t])\n", "            actions[t] = act(agent, tensor(obs[t]), envs.masks)\n            envs.kept = masks\n            masks[t - 1] = envs.masks\n"),
+    M("S4", DISCRETE, "the mask is that of the next step", "            masks[t] = envs.masks\n            actions[t] = act(agent, tensor(envs.obs), envs.masks)\n", "            actions[t] = act(agent, tensor(envs.obs), envs.masks)\n            envs.kept = masks\n            masks[t - 1] = envs.masks\n"),
     M("S4", DISCRETE, "an episode begins with the mask of the last one's end", "self.masks = valid_actions(self.space, self.info)  # [S4] of", 'final = self.info.get("final_info", {}).get("action_mask")\n        self.masks = valid_actions(self.space, self.info if final is None else {"action_mask": np.where(dones[:, None], final, self.info["action_mask"])})  # [S4] of'),
     M("S4", DISCRETE, "nothing valid is passed over", "if not masks.any(-1).all():", "if False:"),
     # What has no number: each step alone, rows that belong together, restarts, saved policies, interruptions

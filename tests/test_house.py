@@ -44,6 +44,7 @@ MEANT_TO_DIFFER = {
     "Run.end_iteration": "Atari has no statistics of observations and returns to share",
     "play": "games are shown in colour by a second emulator, and shared out among environments",
     "evaluate": "what is sampled, and what is best",
+    "main": "environments of Gymnasium may come from a module of their own",
 }
 DISCRETE_DIFFERS = {  # where actions are choices; in the other scripts these are still the same
     "NormalizedEnvs": "masks, actions counted from 0, observations and rewards normalised by flag",
@@ -58,7 +59,6 @@ RLHF_DIFFERS = {  # where texts take the place of environments; in the other scr
     "Run.log": "other figures, no episodes",
     "Run.finish": "models lie there already",
     "parse_args": "presets",
-    "main": "no environment that can be missing",
 }
 DIFFERS = {"ppo_discrete": DISCRETE_DIFFERS, "rlhf_ppo_gpt2": RLHF_DIFFERS}
 CEILINGS = {  # code tokens of the whole file, and above the heading Plumbing

@@ -300,6 +300,8 @@ def test_bad_input_is_one_sentence_status_2_and_nothing_written(name: str, tmp_p
     cases = BAD + [([BUDGET[name], number], BUDGET[name]) for number in ("100", "0", "nan")]
     cases += RLHF_BAD if name == "rlhf_ppo_gpt2" else CONTROL_BAD
     cases += (PPO_BAD if name != "trpo" else []) + (ATARI_BAD if name == "ppo_atari" else [])
+    if name in ENVS:
+        cases += [(["--env-id", f"{space}Thing-v0"], "module:Id-v0") for space in ("", "nowhere/")]
     if name == "ppo_penalty":
         cases = [*cases, (["--kl-target", "0"], "--kl-target"), (["--beta", "-1"], "--beta")]
     for flags, words in cases:
