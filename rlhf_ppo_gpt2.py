@@ -107,7 +107,7 @@ class Args:
     whiten_rewards: bool = False  # divide token rewards by their std, mean kept, as published; favours long answers
     missing_eos_penalty: float = 1.0  # subtracted from the score of a response that did not end
     best_of_n: int = 0  # also show the reference's best of 1, 2, 4, ... n answers by the reward model
-    self_check: bool = True  # test sampler, padding, ratio and reward model before PPO starts
+    self_check: bool = True  # test sampler, ratio and reward model before PPO starts
     min_accuracy: float = 0.55  # the self-check's floor for the reward model's accuracy on held-out pairs
     seed: int = 1  # seed of every generator
     device: str = "auto"  # auto (CUDA if there is one), cpu, cuda, cuda:1 or mps
@@ -551,6 +551,8 @@ def train(args: Args) -> dict[str, float]:
     """The three stages; returns the last metrics. Raises UsageError, also by the self-check, and RunError."""
     device = start(args)
     task, policy = load_task(args, device)
+    if not args.resume:
+        load_reward_model(args, task)  # what is wrong with it is found before anything is written
     run = Run(args, device, task.tokenizer)
 
     # Fine-tune the reference, fit the reward model
@@ -722,12 +724,15 @@ def builtin_task(args: Args) -> Task:
     return Task(tokenizer, prompts[64:], prompts[:64], texts, [], judge)
 
 
-def encode(tokenizer: Any, text: str, limit: int, cut: list[str]) -> list[int]:
-    """Tokens of a text whose strings were joined before [R6]; one with more than `limit` is added to `cut`."""
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    if len(ids) > limit:
-        cut.append(text)
-    return ids[-limit:]  # [R2] what a prompt ends with matters most, and it ends where its author ended it [R5]
+def encode(args: Args, tokenizer: Any, cut: list[str], prompt: str, response: str = "") -> list[int]:
+    """Tokens of prompt and response, whose strings are joined first [R6]: at most --prompt-length of the prompt's end
+    [R2], and of the response's beginning what fits. A prompt of which not all is kept is added to `cut`."""
+    ids, ids_before = tokenizer([prompt + response, prompt], add_special_tokens=False)["input_ids"]
+    start = max(0, len(ids_before) - args.prompt_length)  # what a prompt ends with matters most [R5]
+    kept = ids[start : start + args.prompt_length + args.response_length]
+    if len(kept) < len(ids):
+        cut.append(prompt)
+    return kept
 
 
 def prompt_batch(prompts: Texts, iteration: int, size: int, seed: int) -> Texts:
@@ -880,7 +885,7 @@ def load_task(args: Args, device: torch.device) -> tuple[Task, Any]:
         size = policy.config.vocab_size
         require(
             len(task.tokenizer) <= size,
-            f"--model {args.model}: its tokenizer has more tokens than the model's {size}",
+            f"--model {args.model}: its tokenizer has {len(task.tokenizer)} tokens, the model {size}",
         )
     else:
         task = builtin_task(args)
@@ -951,8 +956,10 @@ def load_model(name: str, kind: Any, flag: str) -> Any:
     model, found = loaded
     family = model.config.model_type
     require(family == "gpt2", f"{flag} {name} is a {family}; this script takes GPT-2 models")
-    amiss = {"score.weight"} & {*found["missing_keys"], *found["unexpected_keys"]}
-    require(not amiss, f"{flag} {name} is the wrong kind: a model that writes text has no score, a reward model one")
+    require(
+        "score.weight" not in (*found["missing_keys"], *found["unexpected_keys"]),
+        f"{flag} {name} is the wrong kind: a model that writes text has no score, a reward model one",
+    )
     return model
 
 
@@ -969,12 +976,15 @@ def read_rows(source: str | None, flag: str, *keys: str) -> list[list[str]]:
         else:  # a line ends with a line feed alone: JSON strings may hold all other separators
             lines = Path(source).read_text(encoding="utf-8-sig").split("\n")
             rows = [json.loads(line) for line in lines if line.strip()]
-        require(rows, "it is empty")
         texts = []
         for number, row in enumerate(rows, 1):
-            texts.append([row[key] for key in keys])
-            filled = all(isinstance(text, str) and text for text in texts[-1])
-            require(filled, f"row {number} has another value or none")
+            strings = [row.get(key) for key in keys]
+            require(all(isinstance(x, str) for x in strings), f"row {number} has {row}")
+            if all(strings):
+                texts.append(strings)
+        require(texts, "it is empty")
+        if len(texts) < len(rows):
+            print(f"{flag} {source}: {len(rows) - len(texts)} rows with an empty string are left out", file=sys.stderr)
         return texts
     except Exception as error:
         raise UsageError(f"{flag} {source} must have strings {', '.join(keys)} in each row: {error!r}") from None
@@ -982,20 +992,23 @@ def read_rows(source: str | None, flag: str, *keys: str) -> list[list[str]]:
 
 def file_task(args: Args, tokenizer: Any) -> Task:
     """Prompts, comparisons and texts from files."""
-    require(tokenizer.eos_token_id is not None, f"--model {args.model}: its tokenizer has no end-of-text token")
-    longest = args.prompt_length + args.response_length
+    end = tokenizer.eos_token
+    require(end and len(tokenizer) > 1, f"--model {args.model} has no tokenizer, or one without end-of-text token")
     cut: list[str] = []
-    whole = lambda *strings: encode(tokenizer, "".join(strings) + tokenizer.eos_token, longest, cut)
-    rows = read_rows(args.prompts, "--prompts", "prompt")
-    prompts = [encode(tokenizer, text, args.prompt_length, cut) for (text,) in rows]
+    whole = lambda prompt, response: encode(args, tokenizer, cut, prompt, response.removesuffix(end) + end)
+    prompts = [encode(args, tokenizer, cut, *row) for row in read_rows(args.prompts, "--prompts", "prompt")]
     require(len(prompts) > 1, f"--prompts {args.prompts} needs at least two rows, as one is held out")
     rows = read_rows(args.preferences, "--preferences", "prompt", "chosen", "rejected")
-    require(len(rows) != 1, f"--preferences {args.preferences} needs at least two rows, as one is held out")
     pairs = [(whole(prompt, chosen), whole(prompt, rejected)) for prompt, chosen, rejected in rows]
+    pairs = [(chosen, rejected) for chosen, rejected in pairs if chosen != rejected]
+    require(
+        not rows or len(pairs) > 1,
+        f"--preferences {args.preferences} needs at least two rows that differ, as one is held out",
+    )
     texts = [whole(*row) for row in read_rows(args.sft, "--sft", "prompt", "response")]
     tenth = -(-len(prompts) // 10)
     if cut and RANK == 0:
-        print(f"cut at the start, as they are too long: {len(cut)} prompts or texts", file=sys.stderr)
+        print(f"too long and cut: {len(cut)} prompts or texts", file=sys.stderr)
     return Task(tokenizer, prompts[:-tenth], prompts[-tenth:], texts, pairs, None)
 
 
@@ -1011,16 +1024,26 @@ def as_scorer(policy: Any) -> Any:
     return model.to(policy.device)
 
 
+def load_reward_model(args: Args, task: Task) -> Any:
+    """The reward model of --reward-model, if there is one; raises UsageError if it cannot read the task's texts."""
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    if not args.reward_model:
+        return None
+    model = load_model(args.reward_model, AutoModelForSequenceClassification, "--reward-model")
+    tokenizer = load_model(args.reward_model, AutoTokenizer, "--reward-model")
+    require(
+        model.config.num_labels == 1 and tokenizer.get_vocab() == task.tokenizer.get_vocab(),
+        f"--reward-model {args.reward_model} must have one label and the tokenizer of --model",
+    )
+    check_room(args, model)
+    return model
+
+
 def make_reward_model(args: Args, task: Task, reference: Any) -> Any:
     """The reward model of --reward-model, or a new one that has learnt from comparisons; normalised either way."""
-    from transformers import AutoModelForSequenceClassification
-
-    if args.reward_model is None:
-        model = train_reward_model(args, task, reference)
-    else:
-        model = load_model(args.reward_model, AutoModelForSequenceClassification, "--reward-model").to(reference.device)
-        same = model.config.num_labels == 1 and model.config.vocab_size == reference.config.vocab_size
-        require(same, f"--reward-model {args.reward_model} must have one label and the model's own vocabulary")
+    model = load_reward_model(args, task) or train_reward_model(args, task, reference)
+    model.to(reference.device)
     normalize_reward(args, task, reference, model)
     return model
 
@@ -1182,26 +1205,15 @@ def self_check(args: Args, task: Task, agent: Agent, reference: Any, reward_mode
         f" {args.min_accuracy}: give it more comparisons",
     )
     tolerance = 0.2 if args.bf16 else 1e-3 / min(args.temperature, 1)
-    prompts = sorted(task.prompts, key=len)
-    prompts = [prompts[0], prompts[-1], *random.choices(prompts, k=14)]
+    prompts = random.choices(task.prompts, k=16)
     responses, sampled, per_token, figures = answers_of(args, task, agent, reference, reward_model)(prompts)
-    real = responses.real
-    logprobs = per_token["logprobs"]
-    difference = (sampled - logprobs)[real].abs().max()
+    difference = (sampled - per_token["logprobs"])[responses.real].abs().max()
     require(
         difference < tolerance,
         f"self-check: sampler and scorer differ by {difference:.2g} nats: other temperature, filters or position ids",
     )
     kl = figures["kl/ref_exact"].abs().max()
     require(kl < tolerance, f"self-check: the KL to the reference is {kl:.2g} nats before the first update")
-    for row in (0, 1):
-        alone = responses.rows(torch.tensor([row], device=real.device))
-        tokens = score_tokens(args, agent, reference, alone)
-        shift = (tokens["logprobs"][alone.real] - logprobs[row][real[row]]).abs().max()
-        require(
-            shift < tolerance,
-            f"self-check: beside other prompts an answer's logprobs change by {shift:.2g}: padding is seen or counted",
-        )
 
 
 def best_of_n(args: Args, run: Run, task: Task, answer: Answer) -> None:
@@ -1312,12 +1324,11 @@ class Run:
                 sync_tensorboard=True,
             )
         step = self.first * self.batch_size
-        steps = self.last * self.batch_size
         self.writer = SummaryWriter(self.folder, purge_step=step + 1 if step else 0)
-        self.bar = tqdm(total=steps, initial=step, unit="response", disable=None)
+        self.bar = tqdm(total=self.last * self.batch_size, initial=step, unit="response", disable=None)
         atexit.register(self.close)  # also after an error
         self.bar.write(
-            f"run folder: {self.folder}\nPPO on {self.device}, step {step:,} to {steps:,} of"
+            f"run folder: {self.folder}\nPPO on {self.device}, step {step:,} to {self.last * self.batch_size:,} of"
             f" {int(args.total_episodes):,} by {self.batch_size:,}, saved every {self.every} iterations and at Ctrl-C"
         )
         if not args.resume:
@@ -1351,18 +1362,20 @@ class Run:
 
     def save_model(self, name: str, model: Any) -> None:
         """A folder that transformers opens, written aside and renamed."""
+        from transformers import GenerationConfig
+
         for parameter in model.parameters():
             require_finite(parameter, f"a weight of {name}")
         if RANK > 0:
             return
-        if hasattr(model, "generation_config"):  # so that generate() samples as in training
-            model.generation_config.update(
-                do_sample=True,
-                top_k=0,
-                top_p=1.0,
-                temperature=self.args.temperature,
-                max_new_tokens=self.args.response_length,
-            )
+        model.generation_config = GenerationConfig(  # so that generate() samples as in training
+            do_sample=True,
+            top_k=0,
+            top_p=1.0,
+            temperature=self.args.temperature,
+            max_new_tokens=self.args.response_length,
+            eos_token_id=self.tokenizer.eos_token_id,
+        )
         aside = self.folder / f"{name}.tmp"
         shutil.rmtree(aside, ignore_errors=True)
         try:
@@ -1402,10 +1415,9 @@ class Run:
 
     def end_iteration(self, metrics: dict[str, Any]) -> None:
         """Log, and save when it is due; raises RunError if not all is finite, KeyboardInterrupt after `stop`."""
-        means = global_mean(torch.tensor([float(x) for x in metrics.values()]))
+        means = global_mean(torch.tensor(list(metrics.values())))
         self.metrics = dict(zip(metrics, means.tolist(), strict=True))
-        weights = self.parts["agent"].state_dict()
-        if not all(x.isfinite().all() for x in weights.values()):
+        if not all(x.isfinite().all() for x in self.parts["agent"].state_dict().values()):
             raise RunError(
                 f"agent is not finite after iteration {self.iteration + 1}, which is not saved; lower --learning-rate"
             )

@@ -244,12 +244,13 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with what the commands name: a module, texts, and a GPT-2 in the place of the one of the hub."""
     folder = tmp_path_factory.mktemp("place")
     (folder / "my_module.py").write_text(MODULE)
+    texts = {"prompt": "the plot", "chosen": " was great", "rejected": " was slow", "response": " was great"}
     for name, keys in (
         ("prompts", ["prompt"]),
         ("pairs", ["prompt", "chosen", "rejected"]),
         ("texts", ["prompt", "response"]),
     ):
-        rows = [{key: f"the plot is {key} {i}" for key in keys} for i in range(64)]
+        rows = [{key: texts[key] for key in keys}] * 64
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 

@@ -202,10 +202,31 @@ def test_strings_are_joined_before_they_become_tokens(tmp_path: Path) -> None:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<end>")
     write(tmp_path / "p", [{"prompt": "ca"}, {"prompt": "cb"}])
     write(tmp_path / "q", [{"prompt": "ca", "chosen": "b", "rejected": "c"}] * 2)
-    write(tmp_path / "s", [{"prompt": "ca", "response": "ba"}])
+    write(tmp_path / "s", [{"prompt": "ca", "response": "ba"}, {"prompt": "ca", "response": "ba<end>"}])
     flags = {"prompts": "p", "preferences": "q", "sft": "s"}
     task = rlhf.file_task(rlhf.Args(model="x", **{k: str(tmp_path / v) for k, v in flags.items()}), tokenizer)
-    assert task.prompts == [[3, 1]] and task.texts == [[3, 4, 1, 0]] and task.pairs == [([3, 4, 0], [3, 1, 3, 0])] * 2
+    assert (
+        task.prompts == [[3, 1]] and task.texts == [[3, 4, 1, 0]] * 2 and task.pairs == [([3, 4, 0], [3, 1, 3, 0])] * 2
+    )
+
+
+@pytest.mark.detail("R2")
+def test_a_long_prompt_keeps_its_end_and_a_long_answer_its_beginning(tmp_path: Path, capsys: Any) -> None:
+    """Rows with an empty string are left out, and counted as those are that are cut."""
+    tokenizer = rlhf.builtin_task(rlhf.Args(sft_size=10)).tokenizer
+    short, long, answer = "it was", "well overall the long film was", "great but the plot was slow"
+    write(tmp_path / "p", [{"prompt": short}, {"prompt": short}, {"prompt": ""}])
+    write(tmp_path / "s", [{"prompt": x, "response": y} for x in (short, long) for y in (" " + answer, " great", "")])
+    flags = {"prompts": str(tmp_path / "p"), "sft": str(tmp_path / "s"), "prompt_length": 3, "response_length": 4}
+    task = rlhf.file_task(rlhf.Args(model="x", **flags), tokenizer)
+    assert [tokenizer.decode(text) for text in task.texts] == [
+        "it was great but the plot was",
+        "it was great <end>",
+        "long film was great but the plot",
+        "long film was great <end>",
+    ]
+    said = capsys.readouterr().err
+    assert "1 rows with an empty string" in said and "2 rows with an empty string" in said and "3 prompts" in said
 
 
 @pytest.mark.detail("R7")
@@ -438,7 +459,7 @@ def test_dropout_neither_comes_back_from_a_file_nor_with_a_reward_model_that_is_
     config.update({"n_layer": 1, "n_head": 2, "num_labels": 1, "reward_gain": 1.0, "reward_bias": 0.0})
     GPT2ForSequenceClassification(config).save_pretrained(tmp_path / "given")
     assert 0.5 in rates(GPT2ForSequenceClassification.from_pretrained(tmp_path / "given"))
-    model = rlhf.make_reward_model(args(reward_model=str(tmp_path / "given")), task_of(PROMPTS), reference)
+    model = rlhf.load_model(str(tmp_path / "given"), AutoModelForSequenceClassification, "--reward-model")
     assert rates(model) == {0.0}
 
 

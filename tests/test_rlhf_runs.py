@@ -54,6 +54,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|endoftext|>", bos_token="<|endoftext|>")
     tokenizer.save_pretrained(folder)
     model = gpt2(vocabulary=len(tokenizer), dropout=0.1)
+    model.generation_config.update(repetition_penalty=1.5, eos_token_id=7)  # settings of its own
     model.half().save_pretrained(folder)
     return folder
 
@@ -115,7 +116,13 @@ def test_a_model_and_data_of_ones_own_and_what_transformers_opens_afterwards(
     tokens = tokenizer("the cat sat", return_tensors="pt").input_ids
     settings = policy.generation_config
     assert (settings.do_sample, settings.top_k, settings.top_p, settings.temperature) == (True, 0, 1.0, 1.0)
-    assert policy.generate(tokens).shape[1] > tokens.shape[1]
+    assert (settings.eos_token_id, settings.max_new_tokens) == (tokenizer.eos_token_id, 6)
+    drawn = policy.eval().generate(tokens, return_dict_in_generate=True, output_scores=True, min_new_tokens=4)
+    with torch.no_grad():
+        raw = policy(drawn.sequences).logits[0, tokens.shape[1] - 1 : -1]
+    used = torch.cat(drawn.scores)
+    used[:4, tokenizer.eos_token_id] = raw[:4, tokenizer.eos_token_id]  # which min_new_tokens has forbidden
+    torch.testing.assert_close(used.log_softmax(-1), raw.log_softmax(-1), atol=1e-5, rtol=0)
     again = run("rlhf_ppo_gpt2", "--evaluate", folder, cwd=tmp_path)
     assert again.returncode == 0 and "over 4 sampled responses" in again.stdout
     # The finished reward model serves another run, without comparisons.
@@ -177,11 +184,13 @@ def test_saved_models_have_no_dropout(model_folder: Path, data: dict[str, Path],
         ("prompts", '{"prompt": "x"}\n', "at least two rows"),
         ("prompts", '{"text": "x"}\n', "prompt"),
         ("prompts", '{"prompt": "x"}\n{"prompt": 3}\n', "row 2"),
-        ("prompts", '{"prompt": "x"}\n{"prompt": ""}\n', "row 2"),
+        ("prompts", '{"prompt": "x"}\n{"prompt": ""}\n', "at least two rows"),
+        ("prompts", '{"prompt": ""}\n{"prompt": ""}\n', "is empty"),
         ("prompts", "not json\n", "JSONDecodeError"),
         ("preferences", '{"prompt": "x", "chosen": "y"}\n', "rejected"),
         ("preferences", '{"prompt": "x", "chosen": "y", "rejected": "z"}\n', "at least two rows"),
-        ("preferences", '{"prompt": "x"}\n', "chosen.*KeyError"),
+        ("preferences", '{"prompt": "x", "chosen": "y", "rejected": "y"}\n' * 2, "at least two rows that differ"),
+        ("preferences", '{"prompt": "x"}\n', "chosen.*row 1 has {'prompt': 'x'}"),
         ("sft", '{"prompt": "x"}\n', "response"),
     ],
 )
@@ -251,6 +260,7 @@ def test_a_reward_model_of_nans_is_not_trained_on(model_folder: Path, data: dict
     with torch.no_grad():
         model.score.weight.fill_(float("nan"))
     model.save_pretrained(tmp_path / "scorer")
+    AutoTokenizer.from_pretrained(model_folder).save_pretrained(tmp_path / "scorer")
     with pytest.raises(rlhf.RunError, match="score of the reward model|a weight of reward_model"):
         train(tmp_path, *real_flags(model_folder, {"prompts": data["prompts"]}), "--reward-model", tmp_path / "scorer")
 
@@ -273,18 +283,60 @@ def test_models_that_do_not_fit_are_refused(model_folder: Path, data: dict[str, 
     with pytest.raises(rlhf.UsageError, match="gpt_neo|cannot be loaded"):
         rlhf.load_task(rlhf.parse_args([*flags, "--model", str(other)]), torch.device("cpu"))
     scorer(gpt2(vocabulary=9)).save_pretrained(tmp_path / "scorer")
-    args = rlhf.parse_args([*real_strings(model_folder, data), "--reward-model", str(tmp_path / "scorer")])
-    task, policy = rlhf.load_task(args, torch.device("cpu"))
-    with pytest.raises(rlhf.UsageError, match="own vocabulary"):
-        rlhf.make_reward_model(args, task, policy)
     with pytest.raises(rlhf.UsageError, match="wrong kind"):
         rlhf.load_model(str(tmp_path / "scorer"), transformers.AutoModelForCausalLM, "--model")
     with pytest.raises(rlhf.UsageError, match="wrong kind"):  # its head would be a random one
         rlhf.load_model(str(model_folder), transformers.AutoModelForSequenceClassification, "--reward-model")
 
 
-def real_strings(model_folder: Path, data: dict[str, Path]) -> list[str]:
-    return [str(x) for x in real_flags(model_folder, {"prompts": data["prompts"]})]
+def test_a_model_without_its_tokenizer_is_refused(model_folder: Path, data: dict[str, Path], tmp_path: Path) -> None:
+    AutoModelForCausalLM.from_pretrained(model_folder).save_pretrained(tmp_path / "bare")
+    args = rlhf.parse_args([str(x) for x in real_flags(tmp_path / "bare", data)])
+    with pytest.raises(rlhf.UsageError, match="has no tokenizer"):
+        rlhf.load_task(args, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("none", ""),
+        ("no tokenizer", "the tokenizer of --model"),
+        ("other tokens", "the tokenizer of --model"),
+        ("short", "13 positions"),
+        ("two labels", "one label"),
+        ("missing", "cannot be loaded"),
+    ],
+)
+def test_a_reward_model_that_cannot_serve_is_refused_before_anything_is_written(
+    model_folder: Path, data: dict[str, Path], tmp_path: Path, fault: str, words: str
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    policy = gpt2(vocabulary=len(tokenizer))
+    if fault == "short":
+        policy.config.n_positions = 13
+        policy.transformer.wpe = torch.nn.Embedding(13, 16)
+    model = scorer(policy)
+    if fault == "two labels":
+        model.config.num_labels = 2
+        model.score = torch.nn.Linear(16, 2, bias=False)
+    folder = tmp_path / "scorer"
+    model.save_pretrained(folder)
+    if fault != "no tokenizer":
+        tokenizer.save_pretrained(folder)
+    if fault == "other tokens":  # as many
+        core = json.loads((folder / "tokenizer.json").read_text())
+        vocabulary = core["model"]["vocab"]
+        vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+        (folder / "tokenizer.json").write_text(json.dumps(core))
+    if fault == "missing":
+        folder = tmp_path / "nowhere"
+    flags = [*real_flags(model_folder, {"prompts": data["prompts"]}), "--reward-model", folder]
+    if not words:
+        train(tmp_path, *flags)
+        return
+    with pytest.raises(rlhf.UsageError, match=words):
+        train(tmp_path, *flags)
+    assert not (tmp_path / "runs").exists()
 
 
 def test_without_a_network_a_sentence_names_the_way(data: dict[str, Path], tmp_path: Path) -> None:
@@ -348,7 +400,7 @@ class Broken:
         ("top_k", "sampler and scorer differ"),
         ("dropout", "sampler and scorer differ|KL to the reference"),
         ("another_reference", "KL to the reference"),
-        ("positions", "sampler and scorer differ|beside other prompts"),
+        ("positions", "sampler and scorer differ"),
         ("nothing", ""),
     ],
 )
