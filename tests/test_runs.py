@@ -522,7 +522,7 @@ def test_evaluation_plays_exactly_what_was_asked(name: str, tmp_path: Path) -> N
     play = lambda *more: run(name, "--evaluate", folder, "--eval-episodes", 3, *flags, *more, cwd=tmp_path)
     for more, sampled in ((["--no-eval-sample"], False), ([], True)):
         results = [play(*more) for _ in range(2)]
-        assert results[0].returncode == 0, results[0].stderr
+        assert results[0].returncode == 0 and not results[0].stderr, results[0].stderr
         assert "over 3 episodes" in results[0].stdout and ("sampled actions" in results[0].stdout) == sampled
         assert name == "ppo_atari" or "return 5.00 ± 0.00" in results[0].stdout
         assert results[0].stdout == results[1].stdout
