@@ -21,11 +21,12 @@ import tyro
 torch.set_num_threads(1)  # the tests run in several processes
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
-PPO = ["ppo_atari", "ppo_continuous", "ppo_discrete", "ppo_penalty"]
+PPO = ["ppo_atari", "ppo_continuous", "ppo_discrete", "ppo_lstm", "ppo_penalty"]
 GAUSSIAN = ["ppo_continuous", "ppo_penalty"]
 CONTROL = [*PPO, "trpo"]  # what plays in environments
 BOXES = [*GAUSSIAN, "trpo"]  # those of them that take continuous actions
-ENVS = [*BOXES, "ppo_discrete"]  # those that take environments of Gymnasium
+CHOICES = ["ppo_discrete", "ppo_lstm"]  # those that take discrete ones
+ENVS = [*BOXES, *CHOICES]  # those that take environments of Gymnasium
 SCRIPTS = [*CONTROL, "rlhf_ppo_gpt2"]
 BUDGET = {**dict.fromkeys(CONTROL, "--total-timesteps"), "rlhf_ppo_gpt2": "--total-episodes"}
 sys.path.insert(0, str(TESTS))  # counting_envs:Trunc-v0
@@ -39,6 +40,8 @@ SMALL: dict[str, list[str]] = {  # flags of a run of a few seconds: 4 iterations
     ),
     "ppo_discrete": "--env-id counting_envs:ChoiceTrunc-v0 --num-envs 2 --num-steps 64 --num-minibatches 4"
     " --update-epochs 2 --norm-obs --norm-reward --total-timesteps 512".split(),
+    "ppo_lstm": "--env-id counting_envs:ChoiceTrunc-v0 --num-envs 2 --num-steps 64 --num-minibatches 2"
+    " --update-epochs 2 --norm-obs --norm-reward --total-timesteps 512".split(),
     "trpo": "--env-id counting_envs:Trunc-v0 --num-envs 2 --num-steps 64 --num-minibatches 4"
     " --total-timesteps 512".split(),
     "rlhf_ppo_gpt2": "--sft-size 64 --num-pairs 40 --fit-batch-size 32 --min-accuracy 0 --response-length 5"
@@ -48,7 +51,7 @@ SMALL: dict[str, list[str]] = {  # flags of a run of a few seconds: 4 iterations
 
 def counting(name: str, kind: str) -> str:
     """The environment of this kind whose actions the script takes."""
-    return f"counting_envs:{'Choice' if name == 'ppo_discrete' else ''}{kind}-v0"
+    return f"counting_envs:{'Choice' if name in CHOICES else ''}{kind}-v0"
 
 
 def load(name: str) -> ModuleType:
@@ -62,6 +65,15 @@ def load(name: str) -> ModuleType:
 
 
 MODULES = {name: load(name) for name in SCRIPTS}
+
+
+def of_rows(agent: Any, obs: torch.Tensor) -> tuple[Any, torch.Tensor]:
+    """Policy and values of rows [B, ...], each of which begins an episode for an agent with a memory."""
+    if not hasattr(agent, "lstms"):
+        return agent(obs)
+    starts = torch.ones(1, len(obs), dtype=torch.bool)
+    logits, values, _ = agent(obs[None], starts, agent.initial_state.expand(-1, len(obs), -1))
+    return logits[0], values[0]
 
 
 def environment() -> dict[str, str]:

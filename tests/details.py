@@ -10,7 +10,7 @@ from pathlib import Path
 from mutations import MUTANTS
 
 ROOT = Path(__file__).parents[1]
-MARK = re.compile(r"\[([RS]?\d+)\]")
+MARK = re.compile(r"\[([RS]?\d+|LSTM-[a-m])\]")
 PPO = {
     "1": "N environments step together; segments of fixed length go on where the last one ended",
     "2": "Orthogonal weights (gain √2, 0.01 for the policy, 1 for the value), zero biases",
@@ -62,6 +62,21 @@ TRPO = {
     "TRPO-search": "Accepted only if the surrogate improves and KL(old‖new) ≤ δ, else the old parameters stand",
     "TRPO-degenerate": "No step, never NaN, where curvature, gradient or surrogate are degenerate",
 }
+LSTM = {
+    "LSTM-a": "The end that resets the state came with the observation: it is that of the step before",
+    "LSTM-b": "V at the segment's end has the state after the last step, and leaves the state that acts where it is",
+    "LSTM-c": "At a time limit V of the final observation has the state of the episode that was cut",
+    "LSTM-d": "Before the first step of an update every ratio is 1, after ends of episodes, too",
+    "LSTM-e": "States of the rollout are stale after the first step: each minibatch makes its own",
+    "LSTM-f": "[T, N] becomes rows step by step, in observations and states alike",
+    "LSTM-g": "In evaluation each environment has a state of its own, 0 at first",
+    "LSTM-h": "No gradient crosses the segment's start",
+    "LSTM-i": "torch's LSTM has two bias vectors, both 0 at first",
+    "LSTM-j": "The mask of a final observation is not that of the next episode's first",
+    "LSTM-k": "A component without a valid action is an error by name",
+    "LSTM-l": "A Discrete space is a MultiDiscrete one of one component",
+    "LSTM-m": "Greedy play takes the best valid action",
+}
 PENALTY = {
     "PEN-KL": "KL(old‖new) of normal distributions in closed form",
     "PEN-loss": "Surrogate minus β·KL(old‖new)",
@@ -101,11 +116,8 @@ RLHF = {
     "R30": "Metrics as means under the mask; samples shown",
     "R31": "Evaluated by a judge other than the reward model, and against KL",
 }
-CATALOGUE = PPO | TRPO | PENALTY | RLHF
-LSTM = "no script has a recurrent policy"
-NOT_DONE: dict[str, str] = {  # number -> why no script has it
-    **dict.fromkeys(map(str, range(32, 37)), LSTM),
-}
+CATALOGUE = PPO | LSTM | TRPO | PENALTY | RLHF
+NOT_DONE: dict[str, str] = {}  # number -> why no script has it
 ELEMENTS = {  # what has a name instead of a number: script and functions
     "TRPO-surrogate": ("trpo", "surrogate", "update_policy"),
     "TRPO-FVP": ("trpo", "fisher_vector_product", "update_policy"),
@@ -113,6 +125,10 @@ ELEMENTS = {  # what has a name instead of a number: script and functions
     "TRPO-step": ("trpo", "natural_step"),
     "TRPO-search": ("trpo", "line_search", "kl", "update_policy"),
     "TRPO-degenerate": ("trpo", "conjugate_gradient", "natural_step", "line_search", "update_policy", "report"),
+    "LSTM-j": ("ppo_lstm", "step"),
+    "LSTM-k": ("ppo_lstm", "valid_actions"),
+    "LSTM-l": ("ppo_lstm", "valid_actions"),
+    "LSTM-m": ("ppo_lstm", "act"),
     "PEN-KL": ("ppo_penalty", "kl_divergence"),
     "PEN-loss": ("ppo_penalty", "penalized_surrogate_loss", "ppo_loss"),
     "PEN-beta": ("ppo_penalty", "update_beta", "train"),
@@ -123,6 +139,7 @@ SHORT = {
     "ppo_atari": "atari",
     "ppo_continuous": "continuous",
     "ppo_discrete": "discrete",
+    "ppo_lstm": "lstm",
     "ppo_penalty": "penalty",
     "trpo": "trpo",
     "rlhf_ppo_gpt2": "rlhf",
@@ -133,8 +150,8 @@ DIFFERENT = """## What differs from the code that people copy
   published); the reward scale starts anew with each episode.
 - Every stored row is a real transition: environments restart within the step, and the last observation is kept apart.
 - In Atari a lost life ends the episode for learning but never the game; scores are of whole games.
-- The value loss is clipped [9] in `ppo_continuous.py`, `ppo_discrete.py`, `ppo_atari.py` and `rlhf_ppo_gpt2.py`
-  only; `ppo_penalty.py` and `trpo.py` have the plain squared error.
+- The value loss is clipped [9] in `ppo_continuous.py`, `ppo_discrete.py`, `ppo_lstm.py`, `ppo_atari.py` and
+  `rlhf_ppo_gpt2.py` only; `ppo_penalty.py` and `trpo.py` have the plain squared error.
 - Losses are means over all minibatches, not those of the last one. `--target-kl` stops before the step that would go
   on.
 - Advantages are divided by the biased standard deviation, so that a minibatch of one is no NaN.
@@ -243,6 +260,10 @@ made by `python tests/details.py`; a test fails when it is stale.
 Numbers as in Huang et al. 2022, "The 37 Implementation Details of Proximal Policy Optimization".
 
 {table(PPO, where, claims)}
+
+## What the list leaves unsaid of recurrent and masked policies
+
+{table(LSTM, where, claims)}
 
 ## The KL penalty
 

@@ -16,16 +16,22 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from conftest import BOXES, BUDGET, CONTROL, ENVS, GAUSSIAN, MODULES, ROOT, counting, scalars
+from conftest import BOXES, BUDGET, CHOICES, CONTROL, ENVS, GAUSSIAN, MODULES, ROOT, counting, scalars
 from torch.distributions import Categorical, Independent, Normal, kl_divergence
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 every_control = pytest.mark.parametrize("name", CONTROL)
 every_box = pytest.mark.parametrize("name", BOXES)
 every_env = pytest.mark.parametrize("name", ENVS)
-NORMALIZED = {"ppo_discrete": {"norm_obs": True, "norm_reward": True}}  # which the others always do
+NORMALIZED = dict.fromkeys(CHOICES, {"norm_obs": True, "norm_reward": True})  # which the others always do
 ONE_BATCH = {"num_minibatches": 1, "update_epochs": 1, "total_timesteps": 128}  # one iteration, one step of Adam
 FEW_ROWS = ONE_BATCH | {"num_steps": 16, "total_timesteps": 32}  # where frames need no more
+
+
+def four_minibatches(name: str) -> dict[str, int]:
+    """Of those 32 rows; where minibatches are of whole environments there are four of these."""
+    whole = {"num_envs": 4, "num_steps": 8} if name == "ppo_lstm" else {}
+    return FEW_ROWS | whole | {"num_minibatches": 4}
 
 
 def envs(module: ModuleType, kind: str = "Trunc", num_envs: int = 2, **changes: Any) -> Any:
@@ -71,7 +77,7 @@ def watch(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, keep: Any = No
 
 def batch_of(args: Any, _: Any) -> dict[str, torch.Tensor]:
     """Copies of what ppo_loss or update_policy was given, as rows."""
-    batch = {name: x.detach().clone() for name, x in args[2].items()}
+    batch = {name: x.detach().clone() for name, x in args[2].items() if name != "state"}  # which is of no row
     lead = batch["advantages"].ndim
     return {name: x.flatten(0, lead - 1) for name, x in batch.items()}
 
@@ -416,12 +422,12 @@ def test_each_row_pairs_what_belongs_to_one_step(name: str, small_args, monkeypa
     gae = watch(monkeypatch, module, "compute_gae", copies)
     seen = batches(module, monkeypatch)
     fits = watch(monkeypatch, module, "value_loss", lambda args, result: (args[0].detach().clone(), args[-1]))
-    args = small_args(module, **FEW_ROWS | {"num_minibatches": 4, "learning_rate": 0.0, "norm_adv": False})
+    args = small_args(module, **four_minibatches(name) | {"learning_rate": 0.0, "norm_adv": False})
     module.train(args)
     ((_, values, *_), (advantages, returns)) = gae[0]
     assert len(returns.unique()) == returns.numel() == 32
     truth = {"values": values, "advantages": advantages, "returns": returns}
-    for key, recorded in zip(("obs", "actions"), zip(*acted_on[-16:], strict=True), strict=True):
+    for key, recorded in zip(("obs", "actions"), zip(*acted_on[-args.num_steps :], strict=True), strict=True):
         truth[key] = torch.from_numpy(np.stack(recorded))
     truth = {key: x.flatten(0, 1) for key, x in truth.items()}
     step_of = lambda some: (some[:, None] == truth["returns"]).int().argmax(1)
@@ -431,7 +437,7 @@ def test_each_row_pairs_what_belongs_to_one_step(name: str, small_args, monkeypa
         used += index.tolist()
         for key, x in truth.items():
             torch.testing.assert_close(batch[key], x[index].to(batch[key].dtype), atol=1e-5, rtol=1e-5)
-        if name != "trpo":  # which scores the actions itself
+        if name not in ("trpo", "ppo_lstm"):  # one scores the actions itself, of the other test_updates.py knows
             with torch.no_grad():
                 policy, _ = agents[0](batch["obs"])
                 if name in GAUSSIAN:
@@ -476,7 +482,22 @@ def test_stored_actions_are_raw_samples_with_the_learned_spread(name: str, small
     assert logged(args, "charts/clipped_actions")[0] == pytest.approx(outside, abs=1e-4)
 
 
+def values_of(agent: Any, before: torch.Tensor, led_to: torch.Tensor) -> torch.Tensor:
+    """V of what each step led to [T, N]; an LSTM sees it after all that came before it in the segment."""
+    if not hasattr(agent, "lstms"):
+        return agent.critic(led_to)[..., 0].detach()
+    state = agent.initial_state.expand(-1, led_to.shape[1], -1)
+    values = []
+    for t in range(len(led_to)):
+        obs = torch.cat([before[: t + 1], led_to[t : t + 1]])
+        starts = obs[..., 0] == 0
+        values.append(agent(obs, starts, state)[1][-1].detach())
+    return torch.stack(values)
+
+
 @pytest.mark.detail("5")
+@pytest.mark.detail("LSTM-b")
+@pytest.mark.detail("LSTM-c")
 @every_env
 @pytest.mark.parametrize(
     "kind, bootstrap, dies",
@@ -491,14 +512,17 @@ def test_targets_bootstrap_from_the_true_last_observation(
     as_they_are(module, monkeypatch)
     agents = watch(monkeypatch, module, "Agent")
     gae = watch(monkeypatch, module, "compute_gae", copies)
-    outcomes = watch(monkeypatch, module.NormalizedEnvs, "step", lambda args, result: result[0].copy())
+    starts = watch(monkeypatch, module.NormalizedEnvs, "reset", lambda args, _: args[0].obs.copy())
+    steps = watch(monkeypatch, module.NormalizedEnvs, "step", lambda args, out: (out[0].copy(), args[0].obs.copy()))
     changes = {"env_id": counting(name, kind), "bootstrap_truncated": bootstrap}
     module.train(small_args(module, **ONE_BATCH | changes | {"learning_rate": 0.0, "gae_lambda": 0.0}))
     ((_, _, next_values, ends, dones, *_), (_, returns)) = gae[0]
-    led_to = torch.from_numpy(np.stack(outcomes[-64:]))
+    outcomes, next_obs = zip(*steps, strict=True)
+    led_to = torch.from_numpy(np.stack(outcomes))
+    before = torch.from_numpy(np.stack([*starts, *next_obs[:-1]]))
     over = led_to[..., 0] == 5
     assert torch.equal(dones, over.float()) and torch.equal(ends, dones * dies)
-    torch.testing.assert_close(next_values, agents[0].critic(led_to)[..., 0].detach())
+    torch.testing.assert_close(next_values, values_of(agents[0], before, led_to))
     future = next_values[over]
     assert future.abs().min() > 1e-3
     torch.testing.assert_close(returns[over], 1 + 0.99 * future * (not dies))
@@ -650,7 +674,7 @@ def test_each_step_takes_the_gradient_of_its_own_minibatch_alone(name: str, smal
     given = watch(monkeypatch, module, "value_loss" if name == "trpo" else "ppo_loss", own_gradient)
     taken = watch(monkeypatch, torch.optim.Adam, "step", lambda args, _: gradient_of(args[0]))
     free = {} if name == "trpo" else {"max_grad_norm": 1e6}
-    module.train(small_args(module, **FEW_ROWS | free | {"num_minibatches": 4, "update_epochs": 2}))
+    module.train(small_args(module, **four_minibatches(name) | free | {"update_epochs": 2}))
     assert len(taken) == 8
     for own, used in zip(given, taken, strict=False):
         torch.testing.assert_close(used, own, atol=1e-6, rtol=1e-4)
@@ -680,14 +704,14 @@ def test_minibatches_cover_the_batch_and_are_normalised_one_by_one(ppo, small_ar
     used = watch(monkeypatch, ppo, surrogate, lambda args, result: args[1].detach().clone())
     gae = watch(monkeypatch, ppo, "compute_gae", copies)
     seen = batches(ppo, monkeypatch)
-    ppo.train(small_args(ppo, **FEW_ROWS | {"update_epochs": 2, "num_minibatches": 4, "norm_adv": norm_adv}))
+    ppo.train(small_args(ppo, **four_minibatches(ppo.__name__) | {"update_epochs": 2, "norm_adv": norm_adv}))
     advantages, returns = (x.flatten().sort()[0] for x in gae[0][1])
     for epoch in (slice(0, 4), slice(4, 8)):
         torch.testing.assert_close(torch.cat([batch["returns"] for batch in seen[epoch]]).sort()[0], returns)
         if not norm_adv:
-            torch.testing.assert_close(torch.cat(used[epoch]).sort()[0], advantages)
+            torch.testing.assert_close(torch.cat(used[epoch]).flatten().sort()[0], advantages)
     for own in used[:8] if norm_adv else ():
-        assert len(own) == 8
+        assert own.numel() == 8
         assert float(own.mean()) == pytest.approx(0, abs=1e-5)
         assert float(own.std(correction=0)) == pytest.approx(1, abs=0.01)
 
@@ -716,7 +740,7 @@ def test_epochs_end_before_the_step_that_goes_on(
 
     taken = watch(monkeypatch, torch.optim.Adam, "step")
     monkeypatch.setattr(ppo, "ppo_loss", tell)
-    args = small_args(ppo, **FEW_ROWS | {"target_kl": 0.01, "num_minibatches": 4})
+    args = small_args(ppo, **four_minibatches(ppo.__name__) | {"target_kl": 0.01})
     ppo.train(args)
     assert len(taken) == steps
     assert logged(args, "charts/minibatches") == [min(steps + 1, 4)]  # looked at
@@ -752,7 +776,7 @@ def test_logged_metrics_by_numpy(name: str, small_args, monkeypatch) -> None:
 def test_before_the_first_update_the_ratio_is_1(ppo, small_args, monkeypatch) -> None:
     """The raw action is scored, as it was drawn: half of it is outside the box of an environment for vectors."""
     looked_at = watch(monkeypatch, ppo, "ppo_loss", stats_of)
-    kind = "MultiAction" if ppo.__name__ == "ppo_discrete" else "Box05"
+    kind = "MultiAction" if ppo.__name__ in CHOICES else "Box05"
     own = {} if ppo.__name__ == "ppo_atari" else {"env_id": f"counting_envs:{kind}-v0"}
     ppo.train(small_args(ppo, **FEW_ROWS | own | {"update_epochs": 2, "learning_rate": 0.01, "max_grad_norm": 1e3}))
     kinds = ("losses/old_approx_kl", "losses/approx_kl")

@@ -1,4 +1,4 @@
-"""ppo_discrete.py alone: masks from the environment to the gradient, components, offsets, the clip range that falls."""
+"""Where actions are choices: masks from environment to gradient, components, offsets, a clip range that falls."""
 
 import itertools
 import math
@@ -10,12 +10,11 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from conftest import MODULES, SMALL
+from conftest import CHOICES, MODULES, SMALL, of_rows
 from counting_envs import Masked
 from gymnasium import spaces
-from test_control import folder, watch
+from test_control import batch_of, folder, watch
 
-discrete: Any = MODULES["ppo_discrete"]
 COMPONENTS = spaces.MultiDiscrete([2, 3])
 OF_COMPONENTS = torch.tensor([[True, True, False], [True, True, True]])  # (2, 3), filled up to three actions each
 MASKED = torch.tensor([[False, True, False], [True, False, True]])
@@ -23,7 +22,12 @@ BOTH = pytest.mark.parametrize("mask", [OF_COMPONENTS, MASKED], ids=["all valid"
 ONE_BATCH = {"num_minibatches": 1, "update_epochs": 1, "total_timesteps": 128}
 
 
-def envs(kind: str, num_envs: int = 2, **changes: Any) -> Any:
+@pytest.fixture(params=CHOICES)
+def discrete(request: pytest.FixtureRequest) -> Any:
+    return MODULES[request.param]
+
+
+def envs(discrete: Any, kind: str, num_envs: int = 2, **changes: Any) -> Any:
     env = discrete.NormalizedEnvs(discrete.Args(env_id=f"counting_envs:{kind}-v0", **changes), num_envs)
     env.reset(1)
     return env
@@ -31,6 +35,15 @@ def envs(kind: str, num_envs: int = 2, **changes: Any) -> Any:
 
 def draw(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+def acting(discrete: Any, agent: Any, obs: torch.Tensor, mask: torch.Tensor, **how: bool) -> np.ndarray:
+    """Actions of `act` on rows [B, D], each the first of an episode."""
+    if discrete.__name__ == "ppo_discrete":
+        return discrete.act(agent, obs, mask.numpy(), **how)
+    state = agent.initial_state.expand(-1, len(obs), -1)
+    actions, _ = discrete.act(agent, obs, torch.ones(len(obs), dtype=torch.bool), state, mask.numpy(), **how)
+    return actions
 
 
 def enumerated(logits: list[list[float]], mask: list[list[bool]]) -> dict[tuple[int, ...], float]:
@@ -48,7 +61,7 @@ def enumerated(logits: list[list[float]], mask: list[list[bool]]) -> dict[tuple[
 @pytest.mark.detail("37")
 @pytest.mark.detail("S4")
 @BOTH
-def test_joint_probabilities_and_entropy_by_enumeration(mask: torch.Tensor) -> None:
+def test_joint_probabilities_and_entropy_by_enumeration(discrete: Any, mask: torch.Tensor) -> None:
     """Over all joint actions of (2, 3): log-probabilities are sums over components, entropy the table's."""
     for logits in 2 * draw(5, 2, 3):
         table = enumerated(logits.tolist(), mask.tolist())
@@ -60,7 +73,7 @@ def test_joint_probabilities_and_entropy_by_enumeration(mask: torch.Tensor) -> N
 
 
 @pytest.mark.detail("S4")
-def test_invalid_actions_have_no_probability_and_no_gradient() -> None:
+def test_invalid_actions_have_no_probability_and_no_gradient(discrete: Any) -> None:
     """Exactly 0, also where an invalid logit is by far the largest; the gradient of valid ones is p - 1 and p."""
     logits = torch.tensor([[1.0, 0.5, 80.0], [0.3, 60.0, -0.2]], requires_grad=True)
     every = torch.cartesian_prod(torch.arange(3), torch.arange(3))
@@ -77,7 +90,7 @@ def test_invalid_actions_have_no_probability_and_no_gradient() -> None:
 
 
 @pytest.mark.detail("S4")
-def test_one_valid_action_is_certain() -> None:
+def test_one_valid_action_is_certain(discrete: Any) -> None:
     only = torch.tensor([[[False, True, False]]])
     logprob, entropy = discrete.masked_categorical(torch.tensor([[[9.0, -30.0, 9.0]]]), only, torch.tensor([[1]]))
     assert float(logprob) == 0 and float(entropy) == 0
@@ -86,43 +99,46 @@ def test_one_valid_action_is_certain() -> None:
 @pytest.mark.detail("37")
 @pytest.mark.detail("S4")
 @BOTH
-def test_actions_are_drawn_by_the_policy_that_is_trained(mask: torch.Tensor) -> None:
+def test_actions_are_drawn_by_the_policy_that_is_trained(discrete: Any, mask: torch.Tensor) -> None:
     """20,000 joint draws against the table of the agent's own logits: no invalid one, frequencies within 5 σ."""
     torch.manual_seed(0)
     np.random.seed(0)
     agent = discrete.Agent(4, COMPONENTS)
-    agent.actor[-1].weight.data *= 200
+    head = agent.actor if discrete.__name__ == "ppo_lstm" else agent.actor[-1]
+    head.weight.data *= 200
     obs = torch.randn(1, 4)
     with torch.no_grad():
-        logits, _ = agent(obs)
+        logits, _ = of_rows(agent, obs)
     table = enumerated(logits[0].tolist(), mask.tolist())
     count = 20_000
-    actions = discrete.act(agent, obs.expand(count, 4), mask.numpy())
+    actions = acting(discrete, agent, obs.expand(count, 4), mask)
     drawn = Counter(map(tuple, actions.tolist()))
     assert {*drawn} <= {*table}
     for joint, p in table.items():
         assert abs(drawn[joint] - count * p) < 5 * math.sqrt(count * p * (1 - p)) + 1e-9, joint
-    best = discrete.act(agent, obs, mask.numpy(), sample=False)
+    best = acting(discrete, agent, obs, mask, sample=False)
     assert tuple(best[0].tolist()) == max(table, key=lambda joint: table[joint])
 
 
 @pytest.mark.detail("37")
-def test_a_discrete_space_is_one_component() -> None:
+@pytest.mark.detail("LSTM-l")
+def test_a_discrete_space_is_one_component(discrete: Any) -> None:
     """The same network and the same numbers, whatever the space is called."""
     agents = []
     for space in (spaces.Discrete(4, start=7), spaces.MultiDiscrete([4])):
         torch.manual_seed(0)
         agents.append(discrete.Agent(3, space))
     obs = torch.randn(6, 3)
-    logits, values = agents[0](obs)
+    logits, values = of_rows(agents[0], obs)
     assert logits.shape == (6, 1, 4) and values.shape == (6,)
-    assert torch.equal(logits, agents[1](obs)[0])
+    assert torch.equal(logits, of_rows(agents[1], obs)[0])
 
 
 @pytest.mark.detail("13")
 @pytest.mark.detail("26")
 def test_policy_and_value_have_networks_of_their_own() -> None:
     """Two hidden layers of 64 with tanh each; an output for each action that the largest component could have."""
+    discrete: Any = MODULES["ppo_discrete"]
     agent = discrete.Agent(5, spaces.MultiDiscrete([3, 5, 2]))
     for network, outputs in ((agent.actor, 15), (agent.critic, 1)):
         assert [type(layer).__name__ for layer in network] == ["Linear", "Tanh", "Linear", "Tanh", "Linear"]
@@ -146,9 +162,11 @@ def test_policy_and_value_have_networks_of_their_own() -> None:
         ("TableAction", [[0, 3, 1, 0], [1, 0, 2, 1]], [[[0, 3], [1, 0]], [[1, 0], [2, 1]]]),
     ],
 )
-def test_every_environment_gets_its_own_actions_as_its_space_has_them(kind: str, choices: Any, expected: Any) -> None:
+def test_every_environment_gets_its_own_actions_as_its_space_has_them(
+    discrete: Any, kind: str, choices: Any, expected: Any
+) -> None:
     """Counted from the space's own start, in its shape and type; the environment asserts that they are within it."""
-    env = envs(kind)
+    env = envs(discrete, kind)
     received = {}
     for i, wrapped in enumerate(env.envs.envs):
 
@@ -163,7 +181,7 @@ def test_every_environment_gets_its_own_actions_as_its_space_has_them(kind: str,
 
 @pytest.mark.detail("37")
 @pytest.mark.parametrize("kind", ["ChoiceTrunc", "MultiAction", "TableAction", "Clock"])
-def test_a_run_on_each_space_acts_within_it(kind: str, small_args: Any) -> None:
+def test_a_run_on_each_space_acts_within_it(discrete: Any, kind: str, small_args: Any) -> None:
     """Over all actions: the environment would refuse any other."""
     args = small_args(discrete, env_id=f"counting_envs:{kind}-v0", norm_obs=False)
     metrics = discrete.train(args)
@@ -172,9 +190,9 @@ def test_a_run_on_each_space_acts_within_it(kind: str, small_args: Any) -> None:
 
 @pytest.mark.detail("S4")
 @pytest.mark.parametrize("vectorization", ["sync", "async"])
-def test_the_mask_is_that_of_the_observation_to_act_on(vectorization: str) -> None:
+def test_the_mask_is_that_of_the_observation_to_act_on(discrete: Any, vectorization: str) -> None:
     """One valid action a component, by step and episode: after an end those of the next episode's first observation."""
-    env = envs("Clock", vectorization=vectorization)
+    env = envs(discrete, "Clock", vectorization=vectorization)
     starts = 0
     for _ in range(13):
         for obs, mask in zip(env.obs.astype(int), env.masks, strict=True):
@@ -190,12 +208,14 @@ def test_the_mask_is_that_of_the_observation_to_act_on(vectorization: str) -> No
 
 
 @pytest.mark.detail("S4")
-def test_the_mask_is_stored_with_its_step_and_used_again_in_the_update(small_args: Any, monkeypatch: Any) -> None:
+def test_the_mask_is_stored_with_its_step_and_used_again_in_the_update(
+    discrete: Any, small_args: Any, monkeypatch: Any
+) -> None:
     """Each row's mask, in every epoch, is that of its own observation, its action the valid one; so ratios are 1."""
-    batches = watch(monkeypatch, discrete, "ppo_loss", lambda args, result: (args[2], result[1]))
+    batches = watch(monkeypatch, discrete, "ppo_loss", lambda args, result: (batch_of(args, result), result[1]))
     args = small_args(discrete, env_id="counting_envs:Clock-v0", norm_obs=False, update_epochs=2, total_timesteps=256)
     discrete.train(args)
-    assert len(batches) == 16
+    assert len(batches) == 4 * args.num_minibatches
     for batch, stats in batches:
         clock = (batch["obs"][:, 0] + batch["obs"][:, 1]).long()
         for component, size in enumerate((3, 5, 2)):
@@ -206,7 +226,8 @@ def test_the_mask_is_stored_with_its_step_and_used_again_in_the_update(small_arg
 
 
 @pytest.mark.detail("S4")
-def test_the_mask_of_a_final_observation_is_not_looked_at(small_args: Any) -> None:
+@pytest.mark.detail("LSTM-j")
+def test_the_mask_of_a_final_observation_is_not_looked_at(discrete: Any, small_args: Any) -> None:
     metrics = discrete.train(small_args(discrete, env_id="counting_envs:ChoiceFinalMask-v0", norm_obs=False))
     assert metrics["episodic_return"] == 5
 
@@ -214,10 +235,12 @@ def test_the_mask_of_a_final_observation_is_not_looked_at(small_args: Any) -> No
 @pytest.mark.detail("S4")
 @pytest.mark.parametrize("kind", ["ChoiceShortMask", "ChoiceListMask", "ChoiceShrinksMask"])
 def test_a_wrong_mask_is_refused_before_anything_is_written(
-    kind: str, tmp_path: Path, monkeypatch: Any, capsys: Any
+    discrete: Any, kind: str, tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.argv", ["ppo_discrete.py", *SMALL["ppo_discrete"], "--env-id", f"counting_envs:{kind}-v0"])
+    monkeypatch.setattr(
+        "sys.argv", [f"{discrete.__name__}.py", *SMALL[discrete.__name__], "--env-id", f"counting_envs:{kind}-v0"]
+    )
     with pytest.raises(SystemExit) as caught:
         discrete.main()
     err = capsys.readouterr().err
@@ -226,7 +249,8 @@ def test_a_wrong_mask_is_refused_before_anything_is_written(
 
 
 @pytest.mark.detail("S4")
-def test_a_component_without_a_valid_action_ends_the_run_by_name(small_args: Any) -> None:
+@pytest.mark.detail("LSTM-k")
+def test_a_component_without_a_valid_action_ends_the_run_by_name(discrete: Any, small_args: Any) -> None:
     """All are masked in step 3."""
     with pytest.raises(discrete.RunError, match="leaves a component of Discrete.* without a valid action"):
         discrete.train(small_args(discrete, env_id="counting_envs:ChoiceEmptyMask-v0"))
@@ -244,14 +268,14 @@ def test_a_component_without_a_valid_action_ends_the_run_by_name(small_args: Any
         ("ChoiceOldReset", "not of Gymnasium 1: .*expected 2"),
     ],
 )
-def test_other_spaces_are_refused_by_the_script_that_takes_them(kind: str, words: str) -> None:
+def test_other_spaces_are_refused_by_the_script_that_takes_them(discrete: Any, kind: str, words: str) -> None:
     with pytest.raises(discrete.UsageError, match=words) as caught:
-        envs(kind)
+        envs(discrete, kind)
     assert "--env-id" in str(caught.value) and "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("env_id, size", [("FrozenLake-v1", 16), ("Taxi-v4", 500)])
-def test_environments_of_numbered_states_are_seen_one_hot(env_id: str, size: int) -> None:
+def test_environments_of_numbered_states_are_seen_one_hot(discrete: Any, env_id: str, size: int) -> None:
     env = discrete.NormalizedEnvs(discrete.Args(env_id=env_id), 3)
     env.reset(1)
     assert env.obs.shape == (3, size) and (env.obs.sum(1) == 1).all()
@@ -262,7 +286,8 @@ def test_environments_of_numbered_states_are_seen_one_hot(env_id: str, size: int
 
 
 @pytest.mark.detail("S4")
-def test_a_reloaded_policy_takes_masks_and_gives_actions_of_the_space(small_args: Any) -> None:
+@pytest.mark.detail("LSTM-m")
+def test_a_reloaded_policy_takes_masks_and_gives_actions_of_the_space(discrete: Any, small_args: Any) -> None:
     """The best valid action without sampling, of the logits of the saved weights; one observation, or many."""
     args = small_args(discrete, env_id="counting_envs:MultiAction-v0", norm_obs=False, learning_rate=0.1)
     discrete.train(args)
@@ -273,24 +298,26 @@ def test_a_reloaded_policy_takes_masks_and_gives_actions_of_the_space(small_args
     obs = np.array([[1.0, 4.0, 0.2], [3.0, 9.0, 0.7]], np.float32)
     mask = np.array([[1, 0, 1, 0, 1, 1, 0, 0, 0, 1], [0, 1, 1, 1, 0, 0, 1, 0, 1, 1]], np.int8)
     with torch.no_grad():
-        logits = agent(torch.from_numpy(obs))[0].tolist()
+        logits = of_rows(agent, torch.from_numpy(obs))[0].tolist()
+    begins: tuple[bool, ...] = (True,) if discrete.__name__ == "ppo_lstm" else ()
     for row in (0, 1):
         at, expected = 0, []
         for component, (size, start) in enumerate(((3, 2), (5, 0), (2, -1))):
             valid = [a for a in range(size) if mask[row, at + a]]
             expected.append(start + max(valid, key=lambda a: logits[row][component][a]))
             at += size
-        assert policy(obs[row], action_mask=mask[row]).tolist() == expected
-        assert policy(obs, action_mask=mask)[row].tolist() == expected
+        assert policy(obs[row], *begins, action_mask=mask[row]).tolist() == expected
+        if not begins:  # a memory is of one environment
+            assert policy(obs, action_mask=mask)[row].tolist() == expected
         for _ in range(50):
-            action = sampling(obs[row], action_mask=mask[row])
+            action = sampling(obs[row], *begins, action_mask=mask[row])
             assert mask[row][np.array([0, 3, 8]) + action - [2, 0, -1]].all()
-    assert gym.make("counting_envs:MultiAction-v0").action_space.contains(policy(obs[0]))
+    assert gym.make("counting_envs:MultiAction-v0").action_space.contains(policy(obs[0], *begins))
 
 
 @pytest.mark.detail("S4")
 @pytest.mark.parametrize("sample", [True, False])
-def test_evaluation_plays_valid_actions_alone(sample: bool, small_args: Any, monkeypatch: Any) -> None:
+def test_evaluation_plays_valid_actions_alone(discrete: Any, sample: bool, small_args: Any, monkeypatch: Any) -> None:
     args = small_args(discrete, env_id="counting_envs:Masked-v0", norm_obs=False)
     discrete.train(args)
     monkeypatch.setattr(Masked, "invalid", 0)
@@ -309,7 +336,7 @@ def test_evaluation_plays_valid_actions_alone(sample: bool, small_args: Any, mon
 @pytest.mark.parametrize("anneal", [True, False])
 @pytest.mark.parametrize("anneal_lr", [True, False])
 def test_the_clip_range_falls_linearly_and_only_if_it_should(
-    anneal: bool, anneal_lr: bool, small_args: Any, monkeypatch: Any
+    discrete: Any, anneal: bool, anneal_lr: bool, small_args: Any, monkeypatch: Any
 ) -> None:
     """As ratio and value have it in each of four iterations, whatever the step size does."""
     ratios = watch(monkeypatch, discrete, "clipped_surrogate_loss", lambda args, _: float(args[2]))
@@ -322,10 +349,12 @@ def test_the_clip_range_falls_linearly_and_only_if_it_should(
 
 @pytest.mark.detail("28")
 @pytest.mark.detail("30")
-def test_observations_and_rewards_stay_as_they_are_unless_asked(small_args: Any, monkeypatch: Any) -> None:
+def test_observations_and_rewards_stay_as_they_are_unless_asked(
+    discrete: Any, small_args: Any, monkeypatch: Any
+) -> None:
     """Rewards that count the step; the statistics of what is not normalised see nothing."""
     for norm_obs, norm_reward in itertools.product((False, True), repeat=2):
-        env = envs("ChoiceStep", norm_obs=norm_obs, norm_reward=norm_reward)
+        env = envs(discrete, "ChoiceStep", norm_obs=norm_obs, norm_reward=norm_reward)
         for _ in range(4):
             next_obs, rewards, *_ = env.step(np.zeros((2, 1), int))
         assert (next_obs[:, 0].tolist() == [4, 4]) != norm_obs and (rewards.tolist() == [4, 4]) != norm_reward
@@ -339,7 +368,9 @@ def test_observations_and_rewards_stay_as_they_are_unless_asked(small_args: Any,
 @pytest.mark.slow
 @pytest.mark.detail("S4")
 @pytest.mark.detail("37")
-def test_a_masked_task_is_learned_to_its_optimum_without_an_invalid_action(small_args: Any, monkeypatch: Any) -> None:
+def test_a_masked_task_is_learned_to_its_optimum_without_an_invalid_action(
+    discrete: Any, small_args: Any, monkeypatch: Any
+) -> None:
     """Sizes 3, 5 and 2: 98 % of what is possible, where chance among valid actions earns some 80 %."""
     monkeypatch.setattr(Masked, "invalid", 0)
     flags = "--num-envs 4 --num-steps 128 --gamma 0.5 --learning-rate 2e-3 --ent-coef 0.001 --total-timesteps 16384"

@@ -58,7 +58,7 @@ def test_a_run_stopped_at_any_moment_is_whole_once_resumed(
         status = process.wait()
         if [checkpoint(path.parent)["iteration"] for path in tmp_path.glob("runs/*/checkpoint.pt")] != [last]:
             break
-        assert status == (-9 if sign == signal.SIGKILL else 0), "a run that is over has its own status"
+        assert status in ((0, -9) if sign == signal.SIGKILL else (0,)), "a run that is over has its own status"
         when *= 0.7
         shutil.rmtree(tmp_path / "runs")
         process.output.unlink()

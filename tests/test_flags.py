@@ -64,6 +64,13 @@ OWN: dict[str, dict[str, Any]] = {
         "norm_reward": (False, {"env_id": "counting_envs:ChoiceStep-v0"}),
         "anneal_clip": True,
     },
+    "ppo_lstm": {
+        "env_id": "counting_envs:ChoiceStep-v0",
+        "norm_obs": False,
+        "norm_reward": (False, {"env_id": "counting_envs:ChoiceStep-v0"}),
+        "anneal_clip": True,
+        "shared_lstm": False,
+    },
     "ppo_penalty": {"env_id": "counting_envs:Step-v0", "beta": 50.0, "adaptive_beta": False, "kl_target": 1.0},
     "trpo": {
         "env_id": "counting_envs:Step-v0",

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import BOXES, CONTROL, ENVS, GAUSSIAN, MODULES, PPO, SCRIPTS
+from conftest import BOXES, CHOICES, CONTROL, ENVS, GAUSSIAN, MODULES, PPO, SCRIPTS, of_rows
 from gymnasium import spaces
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-CLIP = ["ppo_atari", "ppo_continuous", "ppo_discrete"]
+CLIP = ["ppo_atari", "ppo_continuous", *CHOICES]
 few = settings(max_examples=8, deadline=None, derandomize=True, report_multiple_bugs=False)
 seeds = st.integers(0, 10**6)
 every_control = pytest.mark.parametrize("name", CONTROL)
@@ -41,7 +41,7 @@ def new_agent(name: str, obs_dim: int = 5, action_dim: int = 2) -> Any:
     module = MODULES[name]
     if name == "ppo_atari":
         return module.Agent(action_dim)
-    if name == "ppo_discrete":
+    if name in CHOICES:
         return module.Agent(obs_dim, spaces.Discrete(action_dim))
     if "discrete" in inspect.signature(module.Agent).parameters:
         return module.Agent(obs_dim, action_dim, discrete=False)
@@ -316,10 +316,10 @@ def minibatch(name: str, size: int = 16) -> tuple[Any, dict[str, torch.Tensor], 
         policy, values = agent(obs)
         distribution: Any = torch.distributions.Categorical(logits=policy.logits.detach())
         extra: dict[str, torch.Tensor] = {}
-    elif name == "ppo_discrete":
-        agent.actor[-1].weight.data *= 100
+    elif name in CHOICES:
+        (agent.actor if name == "ppo_lstm" else agent.actor[-1]).weight.data *= 100
         obs = torch.randn(size, 3)
-        logits, values = agent(obs)
+        logits, values = of_rows(agent, obs)
         distribution = torch.distributions.Independent(torch.distributions.Categorical(logits=logits.detach()), 1)
         extra = {"masks": torch.ones(size, 1, 2, dtype=torch.bool)}
     else:
@@ -333,6 +333,15 @@ def minibatch(name: str, size: int = 16) -> tuple[Any, dict[str, torch.Tensor], 
     batch = {"obs": obs, "actions": actions, "logprobs": distribution.log_prob(actions) + 0.3 * torch.randn(size)}
     batch |= dict(zip(("advantages", "returns", "values"), torch.randn(3, size), strict=True)) | extra
     return agent, batch, distribution, values.detach()
+
+
+def as_given(name: str, agent: Any, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The batch as ppo_loss takes it: for a memory, sequences of one row each."""
+    if name != "ppo_lstm":
+        return batch
+    size = len(batch["obs"])
+    state = agent.initial_state.expand(-1, size, -1)
+    return {key: x[None] for key, x in batch.items()} | {"starts": torch.ones(1, size).bool(), "state": state}
 
 
 @pytest.mark.detail("7")
@@ -350,7 +359,7 @@ def test_the_loss_and_its_debug_variables_by_distributions(name: str, switch: st
     options: dict[str, Any] = {"ent_coef": 0.3, "vf_coef": 0.7} | ({"clip_coef": 0.2} if name in CLIP else {})
     if hasattr(module.Args, switch):
         options[switch] = False
-    loss, stats = module.ppo_loss(module.Args(**options), agent, batch)
+    loss, stats = module.ppo_loss(module.Args(**options), agent, as_given(name, agent, batch))
 
     a = batch["advantages"].double().numpy()
     if switch != "norm_adv":
@@ -393,23 +402,25 @@ def test_debug_variables_of_known_ratios(name: str) -> None:
     module = MODULES[name]
     args = module.Args(**({"clip_coef": 0.2} if name in CLIP else {}))
     density = distribution.log_prob(batch["actions"])
-    _, stats = module.ppo_loss(args, agent, batch | {"logprobs": density - ratios.log()})
+    _, stats = module.ppo_loss(args, agent, as_given(name, agent, batch | {"logprobs": density - ratios.log()}))
     mean_log = math.log(0.79 * 0.81 * 0.815 * 1.19 * 1.21 * 1.25) / 6
     assert float(stats["losses/old_approx_kl"]) == pytest.approx(-mean_log, abs=1e-6)
     assert float(stats["losses/approx_kl"]) == pytest.approx(6.065 / 6 - 1 - mean_log, abs=1e-6)
     if name in CLIP:
         assert float(stats["losses/clipfrac"]) == pytest.approx(0.5)
-    _, stats = module.ppo_loss(args, agent, batch | {"logprobs": density})
+    _, stats = module.ppo_loss(args, agent, as_given(name, agent, batch | {"logprobs": density}))
     assert float(stats["losses/approx_kl"]) == pytest.approx(0, abs=3e-7)
     if name in CLIP:  # an ε of 0 clips nothing that has not moved
-        policy, _ = agent(batch["obs"])
+        policy, _ = of_rows(agent, batch["obs"])
         if name == "ppo_atari":
             own = policy.log_prob(batch["actions"])
-        elif name == "ppo_discrete":
+        elif name in CHOICES:
             own, _ = module.masked_categorical(policy, batch["masks"], batch["actions"])
         else:
             own = module.gaussian_logprob(batch["actions"], policy, agent.actor_logstd)
-        _, stats = module.ppo_loss(module.Args(clip_coef=0.0), agent, batch | {"logprobs": own.detach()})
+        _, stats = module.ppo_loss(
+            module.Args(clip_coef=0.0), agent, as_given(name, agent, batch | {"logprobs": own.detach()})
+        )
         assert float(stats["losses/clipfrac"]) == 0
 
 
@@ -421,7 +432,7 @@ def test_the_compiled_loss_has_the_eager_gradient(name: str) -> None:
     gradients = []
     for function in (module.ppo_loss, torch.compile(module.ppo_loss)):
         agent.zero_grad()
-        loss, stats = function(module.Args(ent_coef=0.01), agent, batch)
+        loss, stats = function(module.Args(ent_coef=0.01), agent, as_given(name, agent, batch))
         loss.backward()
         gradients.append((torch.cat([p.grad.reshape(-1) for p in agent.parameters() if p.grad is not None]), stats))
     (eager, eager_stats), (compiled, compiled_stats) = gradients
@@ -575,7 +586,7 @@ def test_heads_and_hidden_layers_have_their_gains(name: str) -> None:
     layers = [m for m in new_agent(name).modules() if isinstance(m, torch.nn.Linear | torch.nn.Conv2d)]
     gains = [float(torch.linalg.matrix_norm(m.weight.detach().flatten(1), 2)) for m in layers]
     root = math.sqrt(2)
-    expected = [root] * 4 + [0.01, 1] if name == "ppo_atari" else [root, root, 0.01, root, root, 1]
+    expected = {"ppo_atari": [root] * 4 + [0.01, 1], "ppo_lstm": [0.01, 1]}.get(name, [root, root, 0.01, root, root, 1])
     assert gains == pytest.approx(expected, rel=1e-3)
     assert not any(m.bias.any() for m in layers if m.bias is not None)
 

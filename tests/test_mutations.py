@@ -16,13 +16,14 @@ from mutations import MUTANTS, Mutant
 PAIRS = [(mutant, script) for mutant in MUTANTS for script in mutant.scripts.split()]
 ONLY = {  # test files that concern some scripts alone
     "test_atari.py": ["ppo_atari"],
-    "test_discrete.py": ["ppo_discrete"],
+    "test_discrete.py": ["ppo_discrete", "ppo_lstm"],
+    "test_lstm.py": ["ppo_lstm"],
     "test_rlhf.py": ["rlhf_ppo_gpt2"],
     "test_rlhf_runs.py": ["rlhf_ppo_gpt2"],
     "test_trpo.py": ["trpo"],
 }
 BEHAVIOUR = re.compile(r'(failed on setup with ")?(assert |AssertionError)|Failed: DID NOT RAISE')
-ELEMENTS = {mark for mark in details.CATALOGUE if mark.startswith(("TRPO-", "PEN-"))}
+ELEMENTS = {mark for mark in details.CATALOGUE if mark.startswith(("TRPO-", "PEN-", "LSTM-"))}
 
 
 def label(pair: tuple[Mutant, str]) -> str:
@@ -124,7 +125,7 @@ def test_every_detail_of_every_script_has_mutants() -> None:
     for script in SCRIPTS:
         missing = set(details.marks(ROOT / f"{script}.py")) - {m.detail for m, name in PAIRS if name == script}
         assert not missing, f"no mutant in {script}.py for {sorted(missing)}"
-    for detail in [*map(str, range(1, 32)), "37", "S1", "S3", "S4", *ELEMENTS, *details.RLHF]:
+    for detail in [*map(str, range(1, 38)), "S1", "S3", "S4", *ELEMENTS, *details.RLHF]:
         changes = {(mutant.old, mutant.new) for mutant in MUTANTS if mutant.detail == detail}
         assert len(changes) >= 2, f"{detail} has {len(changes)} mutants"
 

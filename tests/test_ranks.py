@@ -26,6 +26,7 @@ import torch.distributed as dist
 import tyro
 from conftest import (
     BUDGET,
+    CHOICES,
     CONTROL,
     ENVS,
     MODULES,
@@ -172,7 +173,7 @@ def trained(module: Any) -> dict[str, Any]:
     atari = module.__name__ == "ppo_atari"
     changes: dict[str, Any] = {"num_envs": 4, "num_steps": 16, "num_minibatches": 2, "update_epochs": 2}
     changes |= {"total_timesteps": 128, "checkpoint_every": 1, "learning_rate": 0.01, "env_id": "Swing-v0"}
-    if module.__name__ == "ppo_discrete":
+    if module.__name__ in CHOICES:
         changes |= {"env_id": "Cart-v0", "anneal_clip": True}
     if atari:
         changes |= {"env_id": "Pong", "num_envs": 2, "total_timesteps": 64, "max_episode_frames": 40}
@@ -354,7 +355,7 @@ def played(module: Any) -> dict[str, Any]:
     if not atari:
         as_they_are(module, here)
     owner, name = (Categorical, "sample") if atari else (torch, "randn")
-    if module.__name__ == "ppo_discrete":
+    if module.__name__ in CHOICES:
         owner, name = np.random, "gumbel"
     noise = watch(here, owner, name, lambda _, drawn: np.array(drawn))
     starts = watch(here, playing(module), "reset", lambda args, _: args[0].obs.copy())

@@ -21,6 +21,7 @@ import torch
 from conftest import (
     BOXES,
     BUDGET,
+    CHOICES,
     CONTROL,
     ENVS,
     MODULES,
@@ -685,7 +686,7 @@ def test_what_is_not_finite_stops_the_run_in_a_sentence_and_is_not_saved(
     control: ModuleType, tmp_path: Path, fault: str, monkeypatch, capsys
 ) -> None:
     monkeypatch.setattr(Later, "healthy", 128 + 64)  # the first of 4 iterations, saved, and a part of the second
-    kind = "ChoiceLater" if control.__name__ == "ppo_discrete" else "Later"
+    kind = "ChoiceLater" if control.__name__ in CHOICES else "Later"
     flags = ["--env-id", f"{kind}{fault}-v0", "--checkpoint-every", "1", "--run-dir", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", [f"{control.__name__}.py", *SMALL[control.__name__], *flags])
     with pytest.raises(SystemExit) as caught:

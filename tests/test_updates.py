@@ -137,6 +137,7 @@ class Record:
     envs: Any = None
     first: np.ndarray | None = None  # raw observations after the reset
     masks: list[np.ndarray] = field(default_factory=list)  # before each step, where environments have any
+    state: Tensor | None = None  # of an LSTM before the next segment
     moments: list[Moment] = field(default_factory=list)
     emulators: list[Any] = field(default_factory=list)
     iterations: list[Iteration] = field(default_factory=list)
@@ -197,7 +198,7 @@ def scramble(agent: Any) -> None:
             agent.network[layer] = new
         agent.actor = nn.Linear(24, agent.actor.out_features)
         agent.critic = nn.Linear(24, 1)
-    else:
+    elif not hasattr(agent, "lstms"):
         sizes = [agent.actor[0].in_features, 7, 7, agent.actor[-1].out_features]
         for layer, inputs, outputs in zip((0, 2, 4), sizes, sizes[1:], strict=False):
             agent.actor[layer] = nn.Linear(inputs, outputs)
@@ -232,13 +233,20 @@ def watched_training(module: ModuleType, record: Record) -> None:
 
     def drawn(*args: Any, **options: Any) -> Iterator[Tensor]:
         for index in minibatches(*args, **options):
-            record.iterations[-1].minibatches.append(Minibatch(index.tolist()))
+            rows = index.tolist()
+            if hasattr(record.agent, "lstms"):  # whole environments, a row for each of their steps
+                rows = [t * record.args.num_envs + i for t in range(record.args.num_steps) for i in rows]
+            record.iterations[-1].minibatches.append(Minibatch(rows))
             yield index
 
     def lossy(args: Any, agent: Any, batch: dict[str, Tensor]) -> Any:
         now = record.iterations[-1].minibatches
         if now and now[-1].batch is None:
-            now[-1].batch = {name: x.detach().double().clone() for name, x in batch.items()}
+            lead = batch["advantages"].ndim
+            now[-1].batch = {
+                name: x.detach().double().clone() if name == "state" else x.detach().double().flatten(0, lead - 1)
+                for name, x in batch.items()
+            }
         return ppo_loss(args, agent, batch)
 
     def policy_updated(args: Any, agent: Any, batch: dict[str, Tensor]) -> Any:
@@ -427,6 +435,44 @@ def nature(weights: Weights, frames: Tensor) -> Tensor:
     return (x.flatten(1) @ weights["network.7.weight"].T + weights["network.7.bias"]).relu()
 
 
+class Past(NamedTuple):
+    """What an LSTM is given beside observations."""
+
+    state: Tensor  # [S, N, H] before the segment: of each LSTM the output and the cell
+    starts: np.ndarray  # [T, N], whether an episode begins with this observation
+
+
+def lstm_step(weights: Weights, obs: Tensor, state: Tensor) -> Tensor:
+    """States [..., S, N, H] of all LSTMs after one more observation [..., N, D], gate by gate."""
+    after = []
+    for k in range(state.shape[-3] // 2):
+        name = f"lstms.{k}"
+        output, cell = state[..., 2 * k, :, :], state[..., 2 * k + 1, :, :]
+        sums = obs @ weights[f"{name}.weight_ih_l0"].T + weights[f"{name}.bias_ih_l0"]
+        sums = sums + output @ weights[f"{name}.weight_hh_l0"].T + weights[f"{name}.bias_hh_l0"]
+        enter, keep, new, leave = sums.split(sums.shape[-1] // 4, -1)
+        cell = torch.sigmoid(keep) * cell + torch.sigmoid(enter) * torch.tanh(new)
+        after += [torch.sigmoid(leave) * torch.tanh(cell), cell]
+    return torch.stack(after, -3)
+
+
+def remembered(weights: Weights, obs: Tensor, past: Past) -> Tensor:
+    """The states [T, S, N, H] after each of the observations [T, N, D], one after the other."""
+    state, states = past.state, []
+    for x, starts in zip(obs, past.starts, strict=True):
+        state = lstm_step(weights, x, torch.where(torch.from_numpy(starts)[:, None], 0.0, state))
+        states.append(state)
+    return torch.stack(states)
+
+
+def heads(weights: Weights, states: Tensor, masks: Tensor | None) -> tuple[Any, Tensor]:
+    """π and V of the outputs in states [T, S, N, H]: the policy's is the first, the value's that of the last LSTM."""
+    first, last = states[:, 0].flatten(0, 1), states[:, -2].flatten(0, 1)
+    logits = first @ weights["actor.weight"].T + weights["actor.bias"]
+    values = last @ weights["critic.weight"].T + weights["critic.bias"]
+    return None if masks is None else Components(logits, masks), values.squeeze(-1)
+
+
 def policy_and_values(weights: Weights, obs: Tensor, masks: Tensor | None = None) -> tuple[Any, Tensor]:
     """π(·|s) and V(s) of rows of observations by these weights alone."""
     if masks is not None:
@@ -455,6 +501,7 @@ class Played:
     rewards: np.ndarray
     terminations: np.ndarray
     truncations: np.ndarray
+    starts: np.ndarray
     episodes: list[Any]  # (step, environment, score, length)
 
 
@@ -561,6 +608,10 @@ def games_of(record: Record) -> tuple[list[Played], Callable[[], None]]:
 def cut_in_two(record: Record, rows: list[Any], ended: list[Any]) -> list[Played]:
     steps = record.args.num_steps
     assert len(rows) == 2 * steps, "the environments were stepped too often or too seldom"
+    starts = np.ones(record.args.num_envs, bool)
+    for number, (*row, terminations, truncations) in enumerate(rows):
+        rows[number] = (*row, terminations, truncations, starts)
+        starts = terminations | truncations
     halves = []
     for k in range(2):
         segment: list[Any] = [np.array(x) for x in zip(*rows[k * steps : (k + 1) * steps], strict=True)]
@@ -584,9 +635,16 @@ class Rows:
     returns: Tensor
     old: Any  # π of all rows
     masks: Tensor | None = None
+    past: Past | None = None
+    states: Tensor | None = None  # after each step
 
     def policy(self, weights: Weights, index: Any = slice(None)) -> tuple[Any, Tensor]:
-        """π and V of some of the rows by other weights."""
+        """π and V of some of the rows by other weights; an LSTM goes through the segment once more."""
+        if self.past:
+            assert self.masks is not None
+            states = remembered(weights, self.obs.view(*self.past.starts.shape, -1), self.past)
+            pi, values = heads(weights, states, self.masks)
+            return Components(pi.outputs[index], self.masks[index]), values[index]
         return policy_and_values(weights, self.obs[index], None if self.masks is None else self.masks[index])
 
 
@@ -594,15 +652,23 @@ def real(x: Any) -> Tensor:
     return torch.as_tensor(np.asarray(x), dtype=torch.float64)
 
 
-def oracle_rows(args: Any, played: Played, weights: Weights, actions: Tensor, masks: Tensor | None) -> Rows:
+def oracle_rows(
+    args: Any, played: Played, weights: Weights, actions: Tensor, masks: Tensor | None, past: Past | None
+) -> Rows:
     """Advantages as the sum of discounted TD errors to the episode's end (arXiv:1506.02438, eq. 16), returns as the
     mean of n-step returns that λ weighs."""
     steps, n = played.rewards.shape
     lam, gamma = args.gae_lambda, args.gamma
     flat = lambda x: real(x).flatten(0, 1)
+    states = None
     with torch.no_grad():
-        old, values = policy_and_values(weights, flat(played.obs), masks)
-        _, next_values = policy_and_values(weights, flat(played.successors))
+        if past:
+            states = remembered(weights, real(played.obs), past)
+            old, values = heads(weights, states, masks)
+            _, next_values = heads(weights, lstm_step(weights, real(played.successors), states), None)
+        else:
+            old, values = policy_and_values(weights, flat(played.obs), masks)
+            _, next_values = policy_and_values(weights, flat(played.successors))
         logprobs = old.logprobs(actions)
     gone = played.terminations if args.bootstrap_truncated else played.terminations | played.truncations
     v, v_next = values.view(steps, n).numpy(), next_values.view(steps, n).numpy()
@@ -623,7 +689,7 @@ def oracle_rows(args: Any, played: Played, weights: Weights, actions: Tensor, ma
             returns[t, i] = mixture
     alive = 1 - flat(gone)
     given = flat(played.obs), actions, logprobs, values, next_values, flat(played.rewards), alive
-    return Rows(*given, flat(advantages), flat(returns), old, masks)
+    return Rows(*given, flat(advantages), flat(returns), old, masks, past, states)
 
 
 def same(what: str, got: Any, want: Any, tolerance: float, rows: list[int] | None = None) -> None:
@@ -659,7 +725,16 @@ def check_rows(where: str, record: Record, iteration: Iteration, played: Played,
     bounded = hasattr(record.envs, "low")
     sent = actions.clip(real(record.envs.low), real(record.envs.high)) if bounded else actions
     same(where + ", row {}'s action is not what its environment got", sent, executed, 1e-6)
-    rows = oracle_rows(args, played, iteration.weights, actions, masks)
+    past = None
+    if "lstms.0.weight_ih_l0" in iteration.weights:
+        memories = sum(name.endswith("weight_ih_l0") for name in iteration.weights)
+        if record.state is None:
+            record.state = torch.zeros(2 * memories, args.num_envs, 64, dtype=torch.float64)
+        past = Past(record.state, played.starts)
+    rows = oracle_rows(args, played, iteration.weights, actions, masks, past)
+    if past:
+        assert rows.states is not None
+        record.state = rows.states[-1]
     if {row for index, _ in batches for row in index} == {*everywhere}:
         surprise = abs(float(rows.logprobs.mean() + rows.old.entropy()))
         error = math.sqrt(float(rows.old.variance()) / len(everywhere))
@@ -673,6 +748,12 @@ def check_rows(where: str, record: Record, iteration: Iteration, played: Played,
             kept = batch["masks"].flatten(1)[:, :5]  # the last of six is a third action of the second component
             same(where + ", row {}'s mask is not its own", kept, masks[index], 0, index)
             assert not batch["masks"][:, 1, 2].any()
+        if past:
+            environments = index[: len(index) // args.num_steps]
+            text = ", environment {}'s state is not the one before the segment"
+            same(where + text, batch["state"].transpose(0, 1), past.state[:, environments].transpose(0, 1), 1e-5)
+            begins = real(played.starts).flatten()[index]
+            same(where + ", row {} is not told whether an episode begins", batch["starts"], begins, 0, index)
     (given,) = iteration.estimated
     given = {name: x.flatten(0, 1) for name, x in given.items()}
     same(where + ", row {}'s reward is not that of its step", given["rewards"], rows.rewards, 1e-6)
@@ -1065,6 +1146,9 @@ SHORT: dict[str, dict[str, Any]] = {  # limits of the norm between those of the 
     "ppo_discrete": SEGMENT
     | {"env_id": "MaskedDrift-v0", "norm_obs": True, "norm_reward": True, "anneal_clip": True}
     | {"ent_coef": 0.02, "learning_rate": 5e-3, "max_grad_norm": 1.5},
+    "ppo_lstm": SEGMENT
+    | {"env_id": "MaskedDrift-v0", "norm_obs": True, "norm_reward": True, "anneal_clip": True, "num_envs": 4}
+    | {"ent_coef": 0.02, "learning_rate": 5e-3, "max_grad_norm": 0.4, "num_minibatches": 2, "total_timesteps": 256},
     "ppo_penalty": SEGMENT
     | {"env_id": "Drift-v0", "ent_coef": 0.02, "learning_rate": 5e-3, "max_grad_norm": 2.7, "seed": 4},
     "trpo": SEGMENT | {"env_id": "Drift-v0", "ent_coef": 0.02, "cg_iters": 4, "max_kl": 0.3, "seed": 3},
@@ -1076,6 +1160,9 @@ SWITCHED: dict[str, dict[str, Any]] = {  # other environments, and every switch 
     "ppo_continuous": PLAIN | PENDULUM | {"clip_vloss": False},
     "ppo_discrete": PLAIN
     | {"norm_obs": False, "norm_reward": False, "clip_vloss": False, "anneal_lr": False, "anneal_clip": False},
+    "ppo_lstm": PLAIN
+    | {"norm_obs": False, "norm_reward": False, "clip_vloss": False, "anneal_lr": False, "anneal_clip": False}
+    | {"shared_lstm": False},
     "ppo_penalty": PLAIN | PENDULUM | {"adaptive_beta": False, "beta": 0.7},
 }
 UNMET = "the run is right, but has not met all that it should with this seed"
@@ -1087,6 +1174,7 @@ def first_run(name: str) -> Seen:
     return oracle_ppo(follow(MODULES[name], **SHORT[name]))
 
 
+@pytest.mark.detail("36")
 @pytest.mark.detail("37")
 @pytest.mark.detail("S1")
 @pytest.mark.detail("S4")
