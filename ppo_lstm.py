@@ -66,24 +66,24 @@ class Args:
 
     env_id: str = "CartPoleNoVel-v1"  # any id with Discrete or MultiDiscrete actions; module:Id-v0 imports module
     vectorization: Literal["sync", "async"] = "sync"  # environments in this process, or in one process each
-    total_timesteps: int | float = 500_000  # steps over all environments; 1e6 works
-    learning_rate: float = 2.5e-4  # Adam step size
+    total_timesteps: int | float = 300_000  # steps over all environments; 1e6 works
+    learning_rate: float = 5e-4  # Adam step size
     anneal_lr: bool = True  # bring the step size linearly to 0
-    num_envs: int = 4  # environments in parallel (N), over all processes
-    num_steps: int = 128  # steps per environment and iteration (T), beyond which no gradient remembers
+    num_envs: int = 8  # environments in parallel (N), over all processes
+    num_steps: int = 128  # steps per environment and iteration (T)
     num_minibatches: int = 4  # minibatches per epoch, of whole environments; divides num_envs
-    update_epochs: int = 4  # epochs per iteration (K)
+    update_epochs: int = 10  # epochs per iteration (K)
     gamma: float = 0.99  # discount γ in [0, 1]
     gae_lambda: float = 0.95  # GAE λ in [0, 1]
     bootstrap_truncated: bool = True  # value what a time limit cuts off; --no-... counts it as death, as published
-    norm_obs: bool = False  # normalise observations by their running mean and variance
-    norm_reward: bool = False  # divide rewards by the standard deviation of the running discounted return
+    norm_obs: bool = True  # normalise observations by their running mean and variance
+    norm_reward: bool = True  # divide rewards by the standard deviation of the running discounted return
     norm_adv: bool = True  # normalise the advantages of each minibatch
     clip_coef: float = 0.2  # clip range ε of the ratio
     shared_lstm: bool = True  # one LSTM for policy and value; --no-... gives each its own
     anneal_clip: bool = False  # bring the clip range linearly to 0, as the step size
     clip_vloss: bool = True  # clip the value loss with the same ε
-    ent_coef: float = 0.01  # entropy coefficient c2
+    ent_coef: float = 0.0  # entropy coefficient c2
     vf_coef: float = 0.5  # value loss coefficient c1
     max_grad_norm: float = 0.5  # largest global L2 norm of the gradient
     target_kl: float | None = None  # end an iteration's epochs once approximate KL passes 1.5 times this (nats)
@@ -274,7 +274,7 @@ class Agent(nn.Module):
                 nn.init.zeros_(parameter)  # [LSTM-i] both biases of each gate, as torch has two
         self.actor = layer_init(nn.Linear(64, exist.size), gain=0.01)
         self.critic = layer_init(nn.Linear(64, 1), gain=1.0)
-        self.initial_state = nn.Buffer(torch.zeros(2 * len(self.lstms), 1, 64))  # [33] [S, 1, H]
+        self.initial_state = nn.Buffer(torch.zeros(2 * len(self.lstms), 1, 64), persistent=False)  # [33]
 
     def forward(self, obs: Tensor, starts: Tensor, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Observations [T, B, D], which of them begin an episode, bool [T, B], and the state [S, B, H] before them; to
@@ -297,11 +297,11 @@ def act(
 ) -> tuple[np.ndarray, Tensor]:
     """Actions [B, A]: the valid ones [S4] with the largest logits, to which Gumbel noise makes samples of them; and the
     state afterwards. Of observations [B, D], which of them begin an episode [B], and the state before."""
-    logits, _, state = agent(obs[None], starts[None], state)
-    scores = logits[0].cpu().numpy()
+    outputs, _, state = agent(obs[None], starts[None], state)
+    logits = outputs[0].cpu().numpy()
     if sample:
-        scores = scores + np.random.gumbel(size=scores.shape)
-    return np.where(masks, scores, -1e9).argmax(-1), state
+        logits = logits + np.random.gumbel(size=logits.shape)
+    return np.where(masks, logits, -1e9).argmax(-1), state
 
 
 def masked_categorical(logits: Tensor, masks: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:

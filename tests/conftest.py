@@ -40,7 +40,7 @@ SMALL: dict[str, list[str]] = {  # flags of a run of a few seconds: 4 iterations
     ),
     "ppo_discrete": "--env-id counting_envs:ChoiceTrunc-v0 --num-envs 2 --num-steps 64 --num-minibatches 4"
     " --update-epochs 2 --norm-obs --norm-reward --total-timesteps 512".split(),
-    "ppo_lstm": "--env-id counting_envs:ChoiceTrunc-v0 --num-envs 2 --num-steps 64 --num-minibatches 2"
+    "ppo_lstm": "--env-id counting_envs:ChoiceTrunc-v0 --num-envs 2 --num-steps 64 --num-minibatches 1"
     " --update-epochs 2 --norm-obs --norm-reward --total-timesteps 512".split(),
     "trpo": "--env-id counting_envs:Trunc-v0 --num-envs 2 --num-steps 64 --num-minibatches 4"
     " --total-timesteps 512".split(),

@@ -131,6 +131,12 @@ PUBLISHED: dict[
     | {"env_id": "CartPole-v1", "vectorization": "sync", "total_timesteps": 500_000, "num_envs": 4, "num_steps": 128}
     | {"learning_rate": 2.5e-4, "num_minibatches": 4, "update_epochs": 4, "clip_coef": 0.2, "ent_coef": 0.01}
     | {"checkpoint_every": 100, "norm_obs": False, "norm_reward": False, "anneal_clip": False},
+    "ppo_lstm": CLASSIC
+    | CLIPPED
+    | {"env_id": "CartPoleNoVel-v1", "vectorization": "sync", "total_timesteps": 300_000, "num_envs": 8}
+    | {"num_steps": 128, "learning_rate": 5e-4, "num_minibatches": 4, "update_epochs": 10, "clip_coef": 0.2}
+    | {"ent_coef": 0.0, "checkpoint_every": 100, "norm_obs": True, "norm_reward": True, "anneal_clip": False}
+    | {"shared_lstm": True},
     "ppo_penalty": CLASSIC
     | CLIPPED
     | MUJOCO

@@ -90,6 +90,9 @@ def in_float64() -> None:
     """All that networks take and give, so that only what is computed differently shows."""
 
     def widen(layer: Any, inputs: Any) -> Any:
+        if isinstance(layer, torch.nn.LSTM):
+            x, state = inputs
+            return x.double(), tuple(part.double() for part in state)
         return tuple(x.double() for x in inputs) if isinstance(layer, torch.nn.Linear | torch.nn.Conv2d) else None
 
     torch.set_default_dtype(torch.float64)
@@ -104,9 +107,10 @@ def draw_for_two(module: Any, args: Any) -> None:
     """
     rng = np.random.default_rng(0)
     size = args.num_envs // 2
+    steps = 1 if module.__name__ == "ppo_lstm" else args.num_steps  # whose rows are whole environments
     halves = [0, 1] if module.WORLD == 1 else [module.RANK]
     mine = slice(halves[0] * size, (halves[-1] + 1) * size)
-    rows = np.arange(args.num_steps * size * len(halves)).reshape(args.num_steps, len(halves), size)
+    rows = np.arange(steps * size * len(halves)).reshape(steps, len(halves), size)
 
     def noise(shape: Any, device: Any) -> torch.Tensor:
         return torch.from_numpy(rng.standard_normal((shape[0], args.num_envs, shape[2]))[:, mine])
@@ -117,7 +121,7 @@ def draw_for_two(module: Any, args: Any) -> None:
 
     def minibatches(_: int, number: int, epochs: int, device: Any) -> Iterator[torch.Tensor]:
         for _ in range(epochs):
-            orders = [rng.permutation(args.num_steps * size) for _ in range(2)]
+            orders = [rng.permutation(steps * size) for _ in range(2)]
             parts = [rows[:, i].ravel()[orders[half]].reshape(number, -1) for i, half in enumerate(halves)]
             yield from torch.from_numpy(np.concatenate(parts, 1))
 
@@ -178,7 +182,7 @@ def trained(module: Any) -> dict[str, Any]:
     if atari:
         changes |= {"env_id": "Pong", "num_envs": 2, "total_timesteps": 64, "max_episode_frames": 40}
     if module.__name__ in PPO:
-        changes |= {"max_grad_norm": 0.1}
+        changes |= {"max_grad_norm": 0.01}
     if module.__name__ == "ppo_penalty":
         changes |= {"kl_target": 1e-4}
     args = small(module, **changes)
@@ -208,8 +212,8 @@ def test_two_processes_train_as_one(name: str, tmp_path: Path) -> None:
         for tag in one["metrics"].keys() & two["metrics"].keys() - {*OWN}:
             assert two["metrics"][tag] == pytest.approx(one["metrics"][tag], rel=1e-6, abs=1e-6), tag
     moved = {key: float((x - one["before"][key]).abs().max()) for key, x in one["after"].items()}
-    assert all(distance > 1e-3 for key, distance in moved.items() if key != "agent failures"), moved
-    assert len(one["norms"]) == (8 if name in PPO else 0) and all(norm > 0.1 for norm in one["norms"])  # all are cut
+    assert all(distance > 1e-4 for key, distance in moved.items() if key != "agent failures"), moved
+    assert len(one["norms"]) == (8 if name in PPO else 0) and all(norm > 0.01 for norm in one["norms"])  # all are cut
 
 
 def statistics(module: Any) -> dict[str, torch.Tensor]:
@@ -286,7 +290,8 @@ def told_kl(module: Any) -> list[tuple[int, float]]:
     ended = watch(here, module.Run, "end_iteration", keep)
     four = {"num_minibatches": 4, "update_epochs": 1, "total_timesteps": 256, "norm_adv": False, "target_kl": 0.01}
     penalty = {"kl_target": 0.01, "beta": 1.0} if module.__name__ == "ppo_penalty" else {}
-    module.train(small(module, **four | penalty))
+    whole = {"num_envs": 8, "num_steps": 16} if module.__name__ == "ppo_lstm" else {}
+    module.train(small(module, **four | penalty | whole))
     return ended
 
 
