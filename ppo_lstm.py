@@ -23,9 +23,9 @@
     ... --evaluate runs/FOLDER                                       play episodes with the saved policy
 
 [n] marks detail n of "The 37 Implementation Details of PPO" (see DETAILS.md); eq. and § are the paper's.
-[LSTM-x] is one that the list leaves unsaid. Shapes: T = num_steps, N = num_envs of this process, D = observation,
-A = action components, of which a plain discrete action has one, M = actions of the largest component, B = any batch of
-environments, S x H = state of their memories: of each LSTM the output and the cell.
+Shapes: T = num_steps, N = num_envs of this process, D = observation, A = action components, of which a plain discrete
+action has one, M = actions of the largest component, B = any batch of environments, S x H = state of their memories: of
+each LSTM the output and the cell. [LSTM-x] is a detail that the list leaves unsaid.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ class Args:
     total_timesteps: int | float = 300_000  # steps over all environments; 1e6 works
     learning_rate: float = 5e-4  # Adam step size
     anneal_lr: bool = True  # bring the step size linearly to 0
-    num_envs: int = 8  # environments in parallel (N), over all processes
-    num_steps: int = 128  # steps per environment and iteration (T)
+    num_envs: int = 16  # environments in parallel (N), over all processes
+    num_steps: int = 64  # steps per environment and iteration (T)
     num_minibatches: int = 4  # minibatches per epoch, of whole environments; divides num_envs
     update_epochs: int = 10  # epochs per iteration (K)
     gamma: float = 0.99  # discount γ in [0, 1]
@@ -80,7 +80,7 @@ class Args:
     norm_reward: bool = True  # divide rewards by the standard deviation of the running discounted return
     norm_adv: bool = True  # normalise the advantages of each minibatch
     clip_coef: float = 0.2  # clip range ε of the ratio
-    shared_lstm: bool = True  # one LSTM for policy and value; --no-... gives each its own
+    shared_lstm: bool = False  # one LSTM for policy and value, instead of one each
     anneal_clip: bool = False  # bring the clip range linearly to 0, as the step size
     clip_vloss: bool = True  # clip the value loss with the same ε
     ent_coef: float = 0.0  # entropy coefficient c2

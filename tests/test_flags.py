@@ -69,7 +69,7 @@ OWN: dict[str, dict[str, Any]] = {
         "norm_obs": False,
         "norm_reward": (False, {"env_id": "counting_envs:ChoiceStep-v0"}),
         "anneal_clip": True,
-        "shared_lstm": False,
+        "shared_lstm": True,
     },
     "ppo_penalty": {"env_id": "counting_envs:Step-v0", "beta": 50.0, "adaptive_beta": False, "kl_target": 1.0},
     "trpo": {
@@ -133,10 +133,10 @@ PUBLISHED: dict[
     | {"checkpoint_every": 100, "norm_obs": False, "norm_reward": False, "anneal_clip": False},
     "ppo_lstm": CLASSIC
     | CLIPPED
-    | {"env_id": "CartPoleNoVel-v1", "vectorization": "sync", "total_timesteps": 300_000, "num_envs": 8}
-    | {"num_steps": 128, "learning_rate": 5e-4, "num_minibatches": 4, "update_epochs": 10, "clip_coef": 0.2}
+    | {"env_id": "CartPoleNoVel-v1", "vectorization": "sync", "total_timesteps": 300_000, "num_envs": 16}
+    | {"num_steps": 64, "learning_rate": 5e-4, "num_minibatches": 4, "update_epochs": 10, "clip_coef": 0.2}
     | {"ent_coef": 0.0, "checkpoint_every": 100, "norm_obs": True, "norm_reward": True, "anneal_clip": False}
-    | {"shared_lstm": True},
+    | {"shared_lstm": False},
     "ppo_penalty": CLASSIC
     | CLIPPED
     | MUJOCO

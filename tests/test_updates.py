@@ -1162,7 +1162,7 @@ SWITCHED: dict[str, dict[str, Any]] = {  # other environments, and every switch 
     | {"norm_obs": False, "norm_reward": False, "clip_vloss": False, "anneal_lr": False, "anneal_clip": False},
     "ppo_lstm": PLAIN
     | {"norm_obs": False, "norm_reward": False, "clip_vloss": False, "anneal_lr": False, "anneal_clip": False}
-    | {"shared_lstm": False},
+    | {"shared_lstm": True},
     "ppo_penalty": PLAIN | PENDULUM | {"adaptive_beta": False, "beta": 0.7},
 }
 UNMET = "the run is right, but has not met all that it should with this seed"
