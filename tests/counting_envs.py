@@ -184,6 +184,78 @@ class Masked(gym.Env):
         return obs, earned / possible, self.t == 10, False, info
 
 
+class Recall(gym.Env):
+    """Shows one of two cues, then eight times nothing, then asks for the cue, which pays 1: ten steps."""
+
+    action_space = spaces.Discrete(2)
+    observation_space = spaces.Box(0.0, 1.0, (3,), np.float32)
+
+    def observe(self) -> np.ndarray:
+        return np.array([self.t == 0 and self.cue == 0, self.t == 0 and self.cue == 1, self.t == 9], np.float32)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.t, self.cue = 0, int(self.np_random.integers(2))
+        return self.observe(), {}
+
+    def step(self, action: np.ndarray) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self.t += 1
+        over = self.t == 10
+        return self.observe(), float(over and action == self.cue), over, False, {}
+
+
+class Leak(gym.Env):
+    """Two to five steps show 0 or 1 by chance, and each is paid for telling what the first of them showed; all 1.
+
+    No observation tells where an episode begins, so that a memory which is not emptied cannot know which of them was
+    the first, and one that is emptied a step late has forgotten it.
+    """
+
+    action_space = spaces.Discrete(2)
+    observation_space = spaces.Box(0.0, 1.0, (2,), np.float32)
+
+    def observe(self) -> np.ndarray:
+        self.shown = int(self.np_random.integers(2))
+        return np.eye(2, dtype=np.float32)[self.shown]
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        obs = self.observe()
+        self.t, self.length, self.cue = 0, int(self.np_random.integers(2, 6)), self.shown
+        return obs, {}
+
+    def step(self, action: np.ndarray) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self.t += 1
+        right = float(action == self.cue)
+        return self.observe(), right / self.length, self.t == self.length, False, {}
+
+
+class Ragged(gym.Env):
+    """Episodes of 1, 2 or 9 steps that die or are cut, all by chance; [step / 10, three draws], each once in a run.
+
+    An action pays what the last observation's first draw says, so that a return tells the actions of an episode.
+    """
+
+    action_space = spaces.Discrete(4)
+    observation_space = spaces.Box(-np.inf, np.inf, (4,), np.float32)
+
+    def observe(self) -> np.ndarray:
+        self.obs = np.array([self.t / 10, *self.np_random.normal(size=3)], np.float32)
+        return self.obs
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.t, self.length = 0, int(self.np_random.choice([1, 1, 2, 9]))
+        self.dies = bool(self.np_random.integers(2))
+        return self.observe(), {}
+
+    def step(self, action: np.ndarray) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self.t += 1
+        reward = float(self.obs[1]) * int(action)
+        over = self.t == self.length
+        return self.observe(), reward, over and self.dies, over and not self.dies, {}
+
+
 class Plain(Counting):
     """Its constructor takes nothing, not even a render mode."""
 
@@ -197,4 +269,6 @@ for _name, _options in IDS.items():
     gym.register(id=f"Choice{_name}-v0", entry_point="counting_envs:Counting", kwargs=_choice)
 gym.register(id="Masked-v0", entry_point="counting_envs:Masked")
 gym.register(id="Unmasked-v0", entry_point="counting_envs:Masked", kwargs={"masked": False})
+for _kind in (Recall, Leak, Ragged):
+    gym.register(id=f"{_kind.__name__}-v0", entry_point=f"counting_envs:{_kind.__name__}")
 gym.register(id="Plain-v0", entry_point="counting_envs:Plain")
