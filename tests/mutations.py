@@ -330,7 +330,7 @@ MUTANTS = [
     M("S3", RLHF, "epochs never end early", 'if args.target_kl is not None and history[-1]["kl/old"]', 'if False and stats["kl/old"]'),
     M("R1", RLHF, "the response without its prompt", "zip(self.tokens, self.mask, strict=True)", "zip(self.actions, self.real, strict=True)"),
     M("R1", RLHF, "the reward model reads the response alone", "    score = lambda responses: reward_scores(reward_model, responses.tokens, responses.mask, args.bf16)", "    score = lambda responses: reward_scores(reward_model, responses.actions, responses.real, args.bf16)"),
-    M("R1", RLHF, "comparisons lose their prompt", "(whole(prompt, chosen), whole(prompt, rejected))", "(whole(chosen), whole(rejected))"),
+    M("R1", RLHF, "comparisons lose their prompt", "(whole(prompt, chosen), whole(prompt, rejected))", "(whole('', chosen), whole('', rejected))"),
     M("R2", RLHF, "prompts keep their beginning", "start = max(0, len(ids_before) - args.prompt_length)", "start = 0"),
     M("R2", RLHF, "prompts are not cut", "return kept", "return ids"),
     M("R2", RLHF, "padding on the right", "torch.arange(width) >= width - lengths[:, None]", "torch.arange(width) < lengths[:, None]"),

@@ -290,6 +290,16 @@ def test_preferences_follow_bradley_and_terry() -> None:
 
 
 @pytest.mark.detail("R9")
+def test_the_two_answers_of_a_pair_are_compared_with_each_other() -> None:
+    """Each score is that of its text alone; answers of all pairs are different, also in their lengths."""
+    model = scorer(gpt2(vocabulary=12)).requires_grad_(False)
+    pairs = [([1, 2], [3, 4, 5, 6]), ([7], [8, 9, 10]), ([11, 1, 2, 3, 4], [5])]
+    alone = lambda text: 1.7 * float(model(torch.tensor([text])).logits) - 0.3
+    expected = [[alone(text) for text in side] for side in zip(*pairs, strict=True)]
+    assert [side.tolist() for side in rlhf.pair_scores(model, pairs)] == [pytest.approx(x, abs=1e-5) for x in expected]
+
+
+@pytest.mark.detail("R9")
 @pytest.mark.detail("R12")
 @pytest.mark.parametrize(("count", "held_out"), [(50, 5), (700, 70)])
 def test_accuracy_is_counted_on_pairs_that_were_never_trained_on(monkeypatch: Any, count: int, held_out: int) -> None:
