@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import BOXES, BUDGET, CHOICES, CONTROL, ENVS, GAUSSIAN, MODULES, ROOT, counting, scalars
+from tensorboard.summary.writer.record_writer import RecordWriter
 from torch.distributions import Categorical, Independent, Normal, kl_divergence
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
@@ -1096,6 +1097,29 @@ def test_scores_are_those_of_the_last_100_and_a_folder_in_use_is_not_waited_for(
     run.metrics = {}
     assert name == "rlhf_ppo_gpt2" or run.finish() == {"episodic_return": 249.5}
     run.close()
+
+
+def test_the_log_on_disk_has_all_that_a_checkpoint_has(name: str, small_args, monkeypatch) -> None:
+    """However slow the disk is: a run that goes on logs what follows its checkpoint, so the rest would be lost."""
+    module = MODULES[name]
+    write, save = RecordWriter.write, torch.save
+    on_disk: list[set[str]] = []
+
+    def write_slowly(self: Any, event: bytes) -> None:
+        time.sleep(0.02)
+        write(self, event)
+
+    def look_and_save(state: Any, path: Path) -> None:
+        on_disk.append(set(scalars(path.parent)))
+        save(state, path)
+
+    monkeypatch.setattr(RecordWriter, "write", write_slowly)
+    monkeypatch.setattr(torch, "save", look_and_save)
+    run = begun(module, small_args(module, checkpoint_every=1))
+    tags = {tag for tag, *_ in module.HEALTHY} | {"charts/proxy", "charts/beta", "charts/episodic_return", "kl/ref"}
+    run.end_iteration(dict.fromkeys(sorted(tags), 0.5))
+    run.close()
+    assert on_disk[-1] == tags | {"charts/learning_rate", "charts/SPS"}
 
 
 def test_a_seed_restarts_every_generator(name: str, monkeypatch) -> None:
