@@ -1149,6 +1149,15 @@ def test_policy_and_value_learn_from_where_they_start(short_run: Any) -> None:
         assert float(moves.max()) < 3e-3 and float((moves > 0).float().mean()) > 0.5, part
 
 
+def test_a_new_run_makes_its_stages_also_where_folders_have_their_names(tmp_path: Path, monkeypatch: Any) -> None:
+    gpt2().save_pretrained(tmp_path / "sft")
+    monkeypatch.chdir(tmp_path)
+    run, made = rlhf.Run(args(), CPU, rlhf.word_tokenizer()), gpt2()
+    assert run.stage("sft", "loss", lambda: made) is made
+    assert (run.folder / "sft" / "model.safetensors").exists()
+    run.close()
+
+
 # ------------------------------------------------------------------------------------------------ the built-in task
 
 
