@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from xml.etree import ElementTree
 
-from conftest import GAUSSIAN, IMPORTED, ROOT, SCRIPTS, TESTS, forked, left_in
+from conftest import CHOICES, GAUSSIAN, IMPORTED, ROOT, SCRIPTS, TESTS, forked, left_in
 from test_mutations import BEHAVIOUR, IMPORTED_TOO, ONLY
 
 OUT = set(  # functions and names that read and refuse flags and files
@@ -73,6 +73,24 @@ EQUIVALENT.append(
         SQUARED,
     )
 )
+EQUIVALENT.append(
+    (
+        "rlhf_ppo_gpt2",
+        "taken = logp.gather(-1, actions[:, None]).squeeze(-1)",
+        "taken = logp.gather(-1, actions[:, None]).squeeze(1)",
+        "what is gathered has two dimensions, so the last one is 1",
+    )
+)
+EQUIVALENT += [
+    (
+        script,
+        f'("losses/entropy", 0.01, {bound}, "the policy hardly explores any more; raise {flag}"),',
+        f'("losses/entropy", 0.01, {moved}, "the policy hardly explores any more; raise {flag}"),',
+        "no bound: an entropy is at most the logarithm of the number of actions",
+    )
+    for script, bound, flag in (*((name, "1e6", "--ent-coef") for name in CHOICES), ("rlhf_ppo_gpt2", "1e9", "--beta"))
+    for moved in (float(bound) + 1, float(bound) * 2)
+]
 
 SYMBOLS: dict[type[ast.AST], str] = {
     ast.Add: "+",
