@@ -261,7 +261,7 @@ def remember(lstm: nn.Module, obs: Tensor, starts: Tensor, state: Tensor) -> tup
 class Agent(nn.Module):
     """Policy and value, linear in what one LSTM [13], or each its own, makes of the observations of an episode."""
 
-    def __init__(self, obs_dim: int, space: Any, shared_lstm: bool = True, bf16: bool = False):
+    def __init__(self, obs_dim: int, space: Any, shared_lstm: bool = False, bf16: bool = False):
         super().__init__()
         self.bf16 = bf16
         exist = valid_actions(space, {})

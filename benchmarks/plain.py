@@ -108,6 +108,16 @@ def cart_pole() -> gym.Env:
     return gym.wrappers.RecordEpisodeStatistics(gym.make("CartPole-v1"))
 
 
+def cart_pole_without_velocities() -> gym.Env:
+    env: gym.Env = gym.wrappers.RecordEpisodeStatistics(gym.make("CartPole-v1"))
+    shown = np.array([1, 0, 1, 0], np.float32)
+    env = gym.wrappers.TransformObservation(env, lambda obs: obs * shown, env.observation_space)
+    env = gym.wrappers.TransformObservation(
+        gym.wrappers.NormalizeObservation(env), lambda obs: np.clip(obs, -10, 10), env.observation_space
+    )
+    return gym.wrappers.TransformReward(gym.wrappers.NormalizeReward(env), lambda r: np.clip(float(r), -10, 10))
+
+
 def breakout() -> gym.Env:
     import ale_py
 
@@ -127,6 +137,74 @@ def control() -> Iterator[Timing]:
 def discrete() -> Iterator[Timing]:
     torch.set_num_threads(1)
     return ppo([cart_pole] * 4, DiscreteAgent(4, 2), 128, 2.5e-4, 4, 4, 0.2, 0.01)
+
+
+class RecurrentAgent(nn.Module):
+    """An LSTM each for policy and value, asked for one step after the other, in training too."""
+
+    def __init__(self, obs_dim: int, actions: int):
+        super().__init__()
+        self.memories = nn.ModuleList(nn.LSTM(obs_dim, 64) for _ in range(2))
+        self.actor, self.critic = layer(nn.Linear(64, actions), 0.01), layer(nn.Linear(64, 1), 1.0)
+
+    def forward(self, x: torch.Tensor, state: Any, done: torch.Tensor, action: torch.Tensor | None = None) -> Any:
+        """x [T, B, D], state of pairs [1, B, 64], done [T, B]."""
+        outputs, after = [], []
+        for memory, pair in zip(self.memories, state, strict=True):
+            new = []
+            for row, d in zip(x, done, strict=True):
+                alive = (1.0 - d).view(1, -1, 1)
+                h, pair = memory(row.unsqueeze(0), (alive * pair[0], alive * pair[1]))
+                new.append(h)
+            outputs.append(torch.cat(new))
+            after.append(pair)
+        pi = Categorical(logits=self.actor(outputs[0]))
+        action = pi.sample() if action is None else action
+        return action, pi.log_prob(action), pi.entropy(), self.critic(outputs[1]).squeeze(-1), after
+
+
+def recurrent() -> Iterator[Timing]:
+    torch.set_num_threads(1)
+    steps, n, epochs, minibatches = 64, 16, 10, 4
+    envs, agent = gym.vector.SyncVectorEnv([cart_pole_without_velocities] * n), RecurrentAgent(4, 2)
+    optimizer = torch.optim.Adam(agent.parameters(), 5e-4, eps=1e-5)
+    obs, actions = torch.zeros((steps, n, 4)), torch.zeros((steps, n))
+    logprobs, rewards, dones, values = torch.zeros((4, steps, n))
+    next_obs, next_done = torch.Tensor(envs.reset(seed=1)[0]), torch.zeros(n)
+    state = [(torch.zeros(1, n, 64), torch.zeros(1, n, 64)) for _ in range(2)]
+    while True:
+        begin = time.perf_counter()
+        first = [(h.clone(), c.clone()) for h, c in state]
+        for t in range(steps):
+            obs[t], dones[t] = next_obs, next_done
+            with torch.no_grad():
+                action, logprob, _, value, state = agent(next_obs[None], state, next_done[None])
+            actions[t], logprobs[t], values[t] = action[0], logprob[0], value[0]
+            raw, reward, terminations, truncations, _ = envs.step(action[0].numpy())
+            rewards[t] = torch.tensor(reward).view(-1)
+            next_obs, next_done = torch.Tensor(raw), torch.Tensor(np.logical_or(terminations, truncations))
+        middle = time.perf_counter()
+        with torch.no_grad():
+            *_, last_value, _ = agent(next_obs[None], state, next_done[None])
+        advantages, returns = gae(rewards, values, dones, last_value, next_done)
+        order, size = np.arange(n), n // minibatches
+        for _ in range(epochs):
+            np.random.shuffle(order)
+            for start in range(0, n, size):
+                some = order[start : start + size]
+                memory = [(h[:, some], c[:, some]) for h, c in first]
+                _, logprob, entropy, value, _ = agent(obs[:, some], memory, dones[:, some], actions[:, some])
+                step(
+                    optimizer,
+                    agent,
+                    (logprob - logprobs[:, some]).flatten(),
+                    advantages[:, some].flatten(),
+                    (value.flatten(), values[:, some].flatten(), returns[:, some].flatten()),
+                    entropy,
+                    0.2,
+                    0.0,
+                )
+        yield middle - begin, time.perf_counter() - middle, steps * n
 
 
 def atari() -> Iterator[Timing]:
@@ -152,6 +230,36 @@ def trpo() -> Iterator[Timing]:
         middle = time.perf_counter()
         model.train()
         yield middle - begin, time.perf_counter() - middle, 2048
+
+
+def gae(rewards: Any, values: Any, dones: Any, last_value: Any, next_done: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    advantages, running = torch.zeros_like(rewards), torch.zeros(rewards.shape[1])
+    steps = len(rewards)
+    for t in reversed(range(steps)):
+        alive = 1.0 - (next_done if t == steps - 1 else dones[t + 1])
+        after = last_value if t == steps - 1 else values[t + 1]
+        delta = rewards[t] + 0.99 * after * alive - values[t]
+        advantages[t] = running = delta + 0.99 * 0.95 * alive * running
+    return advantages, advantages + values
+
+
+def step(
+    optimizer: Any, agent: Any, logratio: Any, advantages: Any, of_value: Any, entropy: Any, clip: float, ent: float
+) -> None:
+    value, old_value, returns = of_value
+    ratio = logratio.exp()
+    with torch.no_grad():
+        ((ratio - 1) - logratio).mean()
+        ((ratio - 1.0).abs() > clip).float().mean().item()
+    advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
+    policy_loss = torch.max(-advantages * ratio, -advantages * ratio.clamp(1 - clip, 1 + clip)).mean()
+    clipped = old_value + (value - old_value).clamp(-clip, clip)
+    value_loss = 0.5 * torch.max((value - returns) ** 2, (clipped - returns) ** 2).mean()
+    loss = policy_loss - ent * entropy.mean() + 0.5 * value_loss
+    optimizer.zero_grad()
+    loss.backward()
+    nn.utils.clip_grad_norm_(agent.parameters(), 0.5)
+    optimizer.step()
 
 
 def ppo(
@@ -184,13 +292,7 @@ def ppo(
         middle = time.perf_counter()
         with torch.no_grad():
             last_value: Any = agent.value(next_obs).reshape(1, -1)  # type: ignore[operator]
-            advantages, running = torch.zeros_like(rewards), torch.zeros(n)
-            for t in reversed(range(steps)):
-                alive = 1.0 - (next_done if t == steps - 1 else dones[t + 1])
-                after = last_value if t == steps - 1 else values[t + 1]
-                delta = rewards[t] + 0.99 * after * alive - values[t]
-                advantages[t] = running = delta + 0.99 * 0.95 * alive * running
-            returns = advantages + values
+        advantages, returns = gae(rewards, values, dones, last_value, next_done)
         flat = [x.reshape(steps * n, *x.shape[2:]) for x in (obs, actions, logprobs, advantages, returns, values)]
         order, size = np.arange(steps * n), steps * n // minibatches
         for _ in range(epochs):
@@ -200,21 +302,16 @@ def ppo(
                     x[order[start : start + size]] for x in flat
                 )
                 _, logprob, entropy, value = agent(b_obs, b_actions)
-                logratio = logprob - b_logprobs
-                ratio = logratio.exp()
-                with torch.no_grad():
-                    ((ratio - 1) - logratio).mean()
-                    ((ratio - 1.0).abs() > clip).float().mean().item()
-                b_advantages = (b_advantages - b_advantages.mean()) / (b_advantages.std() + 1e-8)
-                policy_loss = torch.max(-b_advantages * ratio, -b_advantages * ratio.clamp(1 - clip, 1 + clip)).mean()
-                value = value.view(-1)
-                clipped = b_values + (value - b_values).clamp(-clip, clip)
-                value_loss = 0.5 * torch.max((value - b_returns) ** 2, (clipped - b_returns) ** 2).mean()
-                loss = policy_loss - ent_coef * entropy.mean() + 0.5 * value_loss
-                optimizer.zero_grad()
-                loss.backward()
-                nn.utils.clip_grad_norm_(agent.parameters(), 0.5)
-                optimizer.step()
+                step(
+                    optimizer,
+                    agent,
+                    logprob - b_logprobs,
+                    b_advantages,
+                    (value.view(-1), b_values, b_returns),
+                    entropy,
+                    clip,
+                    ent_coef,
+                )
         yield middle - begin, time.perf_counter() - middle, steps * n
 
 

@@ -53,6 +53,7 @@ WORK: dict[str, tuple[str, str, list[list[str]]]] = {  # name -> script, plain l
     "atari": ("ppo_atari", "atari", [[], ["--bf16"], ["--bf16", "--compile"]]),
     "continuous": ("ppo_continuous", "control", [[], ["--compile"], ["--num-envs", "8", "--num-steps", "256"]]),
     "discrete": ("ppo_discrete", "discrete", [[], ["--compile"]]),
+    "lstm": ("ppo_lstm", "recurrent", [[], ["--shared-lstm"]]),
     "penalty": ("ppo_penalty", "control", [[], ["--compile"]]),
     "trpo": ("trpo", "trpo", [[]]),
     "rlhf": ("rlhf_ppo_gpt2", "rlhf", [[]]),
@@ -63,7 +64,7 @@ WORK: dict[str, tuple[str, str, list[list[str]]]] = {  # name -> script, plain l
 class Args:
     """Speed of the scripts."""
 
-    only: tuple[Literal["atari", "continuous", "discrete", "penalty", "trpo", "rlhf"], ...] = ()  # default all
+    only: tuple[Literal["atari", "continuous", "discrete", "lstm", "penalty", "trpo", "rlhf"], ...] = ()  # default all
     rounds: int = 3  # turns of script and plain loop
     iterations: int = 3  # iterations of each turn after its warm-up
     scaling: bool = False  # how cost grows with environments, width of the network, model size and length
@@ -319,7 +320,7 @@ def compare(name: str, flags: list[str], args: Args, machine: dict[str, float]) 
     peak = machine["bfloat16 TFLOP/s" if "--bf16" in flags else f"float32 TFLOP/s{one}"]
     if flops:
         result["limits"]["update"] = flops / size * rates["update"] / 1e12 / peak
-    if name not in ("discrete", "rlhf"):  # whose simulator is a few lines of Python
+    if name not in ("discrete", "lstm", "rlhf"):  # whose simulator is a few lines of Python
         alone = "8 games of Breakout alone" if name == "atari" else "HalfCheetah alone"
         result["limits"]["rollout"] = rates["rollout"] / machine[f"{alone}, steps/s"]
     if turns[0][1]:

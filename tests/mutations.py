@@ -250,7 +250,7 @@ MUTANTS = [
     M("LSTM-l", LSTM, "a plain space has an action more", "space.nvec if space.shape else space.n)", "space.nvec if space.shape else space.n + 1)"),
     M("LSTM-l", LSTM, "a plain space has a component for each action", "self.choices = exist.shape", "self.choices = exist.shape if space.shape else exist.shape[::-1]"),
     M("LSTM-m", LSTM, "invalid actions count as 0", "np.where(masks, logits, -1e9)", "np.where(masks, logits, 0)"),
-    M("LSTM-m", LSTM, "the first valid action", "return np.where(masks, logits, -1e9).argmax(-1)", "return (np.where(masks, logits, -1e9) if sample else masks).argmax(-1)"),
+    M("LSTM-m", LSTM, "the first valid action", "return np.where(masks, logits, -1e9).argmax(-1)", "return np.where(masks, logits if sample else 0 * logits, -1e9).argmax(-1)"),
     M("S4", LSTM, "the mask is that of the next step", "masks[t] = envs.masks", "masks[t - 1] = envs.masks"),
     M("6", LSTM, "the order is that of time", "torch.randperm(size, device=device)", "torch.arange(size, device=device)"),
     # What has no number: each step alone, rows that belong together, restarts, saved policies, interruptions

@@ -28,7 +28,8 @@ def discrete(request: pytest.FixtureRequest) -> Any:
 
 
 def envs(discrete: Any, kind: str, num_envs: int = 2, **changes: Any) -> Any:
-    env = discrete.NormalizedEnvs(discrete.Args(env_id=f"counting_envs:{kind}-v0", **changes), num_envs)
+    plain = {"norm_obs": False, "norm_reward": False}
+    env = discrete.NormalizedEnvs(discrete.Args(env_id=f"counting_envs:{kind}-v0", **plain | changes), num_envs)
     env.reset(1)
     return env
 
@@ -276,7 +277,7 @@ def test_other_spaces_are_refused_by_the_script_that_takes_them(discrete: Any, k
 
 @pytest.mark.parametrize("env_id, size", [("FrozenLake-v1", 16), ("Taxi-v4", 500)])
 def test_environments_of_numbered_states_are_seen_one_hot(discrete: Any, env_id: str, size: int) -> None:
-    env = discrete.NormalizedEnvs(discrete.Args(env_id=env_id), 3)
+    env = discrete.NormalizedEnvs(discrete.Args(env_id=env_id, norm_obs=False), 3)
     env.reset(1)
     assert env.obs.shape == (3, size) and (env.obs.sum(1) == 1).all()
     env.step(np.zeros((3, 1), int))

@@ -135,8 +135,8 @@ def test_what_is_meant_to_differ_does() -> None:
     "one, other, limit", [("continuous", "penalty", 80), ("continuous", "discrete", 220), ("discrete", "lstm", 170)]
 )
 def test_what_an_objective_an_action_or_a_memory_changes_is_one_short_diff(one: str, other: str, limit: int) -> None:
-    texts = [(ROOT / f"ppo_{name}.py").read_text().splitlines() for name in (one, other)]
-    matcher = difflib.SequenceMatcher(None, *texts, autojunk=False)
+    before, after = ((ROOT / f"ppo_{name}.py").read_text().splitlines() for name in (one, other))
+    matcher = difflib.SequenceMatcher(None, before, after, autojunk=False)
     changed = [i2 - i1 + j2 - j1 for kind, i1, i2, j1, j2 in matcher.get_opcodes() if kind != "equal"]
     assert sum(changed) <= limit
 
