@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import BUDGET, GAUSSIAN, Forked, command, environment, left_in, run, scalars
+from conftest import BUDGET, CHOICES, GAUSSIAN, Forked, command, environment, left_in, run, scalars
 from test_runs import TOTAL, assert_nothing_lost, assert_same_run, checkpoint, launch, wait_for
 
 pytestmark = pytest.mark.faults
@@ -85,7 +85,7 @@ LONG = {
     "ppo_atari": "--env-id Pong --num-envs 16 --num-steps 32 --num-minibatches 1"
     " --update-epochs 1 --total-timesteps 1e5",
     **dict.fromkeys(GAUSSIAN, f"{TRIVIAL} --update-epochs 1"),
-    "ppo_discrete": f"{TRIVIAL} --update-epochs 1".replace("Hundred", "ChoiceHundred"),
+    **dict.fromkeys(CHOICES, f"{TRIVIAL} --update-epochs 1".replace("Hundred", "ChoiceHundred")),
     "trpo": f"{TRIVIAL} --update-epochs 1",
     "rlhf_ppo_gpt2": "--sft-size 64 --num-pairs 40 --min-accuracy 0 --batch-size 8 --num-minibatches 1"
     " --update-epochs 1 --total-episodes 16000 --eval-episodes 8",  # 2,000 updates
