@@ -827,17 +827,15 @@ def measure(args: Args, task: Task, policy: Any, reference: Any, held_out: Pairs
     prompts = [task.held_out[i % len(task.held_out)] for i in range(args.eval_episodes)]
     responses, sampled = sample_responses(args, policy, prompts, task.eos)
     ref_logprobs = answer_logprobs(args, reference, responses.tokens, responses.mask, responses.answers)
-    logps = pair_logprobs(args, policy, held_out)
-    chosen, rejected = (logps - held_out.ref_logprobs).unbind(1)
+    _, stats = dpo_loss(args, policy, held_out)
     figures = {
         "kl_ref": sampled.sum(1) - ref_logprobs,
         "length": responses.answers.sum(1),
         "ended": responses.ended,
-        "logps_chosen": logps[:, 0],
-        "logps_rejected": logps[:, 1],
-        "margin": args.beta * (chosen - rejected),
-        "accuracy": chosen > rejected,
+        "ref_chosen": held_out.ref_logprobs[:, 0],
+        "ref_rejected": held_out.ref_logprobs[:, 1],
     }
+    figures |= {tag.partition("/")[2]: x for tag, x in stats.items()}
     if task.judge:
         figures["gold"] = task.gold(responses)
     means = {name: float(x.float().mean()) for name, x in figures.items()}

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import BUDGET, CONTROL, MODULES, ROOT, SCRIPTS, SMALL, scalars
+from conftest import BUDGET, CONTROL, MODULES, ROOT, SCRIPTS, SMALL, TEXTS, scalars
 from test_runs import TIMING, result
 
-TWO_ITERATIONS = {**dict.fromkeys(CONTROL, 256), "rlhf_ppo_gpt2": 256}
+TWO_ITERATIONS = {**dict.fromkeys(CONTROL, 256), **dict.fromkeys(TEXTS, 256)}
 COMMON: dict[str, Any] = {  # field -> another value, with what else is needed for it to matter
     "total_timesteps": 384,
     "learning_rate": 0.1,
@@ -110,6 +110,27 @@ OWN: dict[str, dict[str, Any]] = {
         "eval_episodes": 4,
         "target_kl": 1e-12,
     },
+    "dpo_gpt2": {
+        "prompt_length": 4,
+        "response_length": 3,
+        "temperature": 0.5,
+        "sft_size": 96,
+        "sft_learning_rate": 0.1,
+        "num_pairs": 60,
+        "soft_labels": True,
+        "fit_batch_size": 16,
+        "total_episodes": 384,
+        "batch_size": 64,
+        "micro_batch_size": 3,
+        "warmup": 1.0,
+        "loss": "ipo",
+        "beta": 5.0,
+        "label_smoothing": 0.2,
+        "length_normalize": True,
+        "self_check": (False, {"temperature": 1e-9}),
+        "eval_every": 1,
+        "eval_episodes": 4,
+    },
 }
 CLASSIC = {"seed": 1, "gamma": 0.99, "gae_lambda": 0.95, "device": "auto", "cuda": True, "torch_deterministic": True}
 CLASSIC |= dict.fromkeys(("compile", "bf16", "track", "capture_video", "save_model"), False)
@@ -154,6 +175,13 @@ PUBLISHED: dict[
     | {"value_model": "separate", "whiten_rewards": False, "missing_eos_penalty": 1.0, "best_of_n": 0}
     | {"self_check": True, "min_accuracy": 0.55, "checkpoint_every": 20, "eval_every": 10, "eval_episodes": 256}
     | dict.fromkeys(("model", "prompts", "preferences", "reward_model", "sft", "micro_batch_size", "target_kl")),
+    "dpo_gpt2": CLASSIC  # 2305.18290, appendix B, but for what the built-in task needs
+    | {"prompt_length": 64, "response_length": 24, "temperature": 1.0, "sft_size": 20_000, "sft_learning_rate": 1e-3}
+    | {"num_pairs": 16_000, "soft_labels": False, "fit_batch_size": 32, "batch_size": 64, "learning_rate": 3e-4}
+    | {"anneal_lr": True, "warmup": 0.1, "loss": "sigmoid", "beta": 0.1, "label_smoothing": 0.0}
+    | {"length_normalize": False, "max_grad_norm": 1.0, "self_check": True, "checkpoint_every": 50, "eval_every": 25}
+    | {"eval_episodes": 256}
+    | dict.fromkeys(("model", "prompts", "preferences", "sft", "micro_batch_size", "total_episodes")),
 }
 
 

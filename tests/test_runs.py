@@ -28,6 +28,7 @@ from conftest import (
     PPO,
     ROOT,
     SMALL,
+    TEXTS,
     Forked,
     command,
     counting,
@@ -79,13 +80,19 @@ def assert_same_run(a: Path, b: Path) -> None:
 def assert_nothing_lost(folder: Path, total: int) -> None:
     """The run has reached its end, and every iteration is logged once."""
     assert checkpoint(folder)["iteration"] == total // 128
-    for tag in ("losses/value_loss", "charts/SPS"):
+    for tag in ("losses/policy_loss", "charts/SPS"):
         assert [step for step, _ in scalars(folder)[tag]] == list(range(128, total + 1, 128)), tag
     episodes = [step for step, _ in scalars(folder).get("charts/episodic_return", [])]
     assert episodes == sorted(set(episodes))
 
 
-TOTAL = {"ppo_atari": 1280, "rlhf_ppo_gpt2": 1920}  # steps of a run long enough to be stopped half-way; others: 6,400
+TOTAL = {
+    "ppo_atari": 1280,
+    **dict.fromkeys(TEXTS, 1920),
+}  # steps of a run that can be stopped half-way; others: 6,400
+ENDLESS: dict[str, list[Any]] = {
+    "dpo_gpt2": [x for flag in ("--batch-size", BUDGET["dpo_gpt2"]) for x in (flag, 10**5)]
+}
 
 
 def launch(name: str, cwd: Path, *flags: Any, session: bool = False) -> Forked:
@@ -136,7 +143,7 @@ def test_a_run_killed_and_resumed_equals_one_left_alone(name: str, tmp_path: Pat
     assert_nothing_lost(folder, total)
     alone = run_small(name, *long_enough(name), cwd=tmp_path)
     assert_same_run(folder, alone)
-    assert name == "rlhf_ppo_gpt2" or len(scalars(alone)["charts/episodic_return"]) > total // 128
+    assert name in TEXTS or len(scalars(alone)["charts/episodic_return"]) > total // 128
     again = run(name, "--resume", folder, cwd=tmp_path)
     assert again.returncode == 2 and f"{BUDGET[name]} must be at least" in again.stderr
     assert_same_run(folder, alone)
@@ -149,7 +156,7 @@ def test_an_interrupted_run_is_saved_and_goes_on(name: str, tmp_path: Path, sign
     assert status == 130 and 3 <= iteration < TOTAL.get(name, 6400) // 128
     assert "interrupted" in output and "Traceback" not in output
     assert f"{folder} (not finished: --resume goes on from step {iteration * 128:,})" in output
-    assert len(scalars(folder)["losses/value_loss"]) == iteration and not list(folder.glob("*.tmp"))
+    assert len(scalars(folder)["losses/policy_loss"]) == iteration and not list(folder.glob("*.tmp"))
     played = run(name, "--evaluate", folder, "--eval-episodes", 1, cwd=tmp_path)
     assert played.returncode == 0, played.stderr
     resumed = run(name, "--resume", folder, cwd=tmp_path)
@@ -159,8 +166,9 @@ def test_an_interrupted_run_is_saved_and_goes_on(name: str, tmp_path: Path, sign
 
 @pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGINT], ids=lambda s: s.name)
 def test_a_second_interrupt_leaves_at_once(name: str, tmp_path: Path, sign: signal.Signals) -> None:
-    process = launch(name, tmp_path, "--update-epochs", 10**6)  # an iteration that would not end
-    training = "\nstep 0: " if name == "rlhf_ppo_gpt2" else "saved every"
+    flags = ENDLESS.get(name, ["--update-epochs", 10**6])  # an iteration that would not end
+    process = launch(name, tmp_path, *flags)
+    training = "\nstep 0: " if name in TEXTS else "saved every"
     wait_for(process, lambda: training in process.text())
     time.sleep(0.5)
     for _ in range(2):
@@ -233,7 +241,7 @@ def test_the_same_seed_gives_the_same_weights_and_another_seed_others(name: str,
     assert_same_run(one, two)
     weights = [checkpoint(folder)["agent"] for folder in (one, three)]
     assert any(not torch.equal(weights[0][k], weights[1][k]) for k in weights[0])
-    steps = [step for step, _ in scalars(one)["losses/value_loss"]]
+    steps = [step for step, _ in scalars(one)["losses/policy_loss"]]
     assert steps == [128, 256, 384, 512] and checkpoint(one)["iteration"] == 4
 
 
@@ -286,6 +294,20 @@ RLHF_BAD = [
     (["--sft", "x"], "--sft needs --model"),
     (["--model", "m", "--prompts", "hf:imdb:train", "--preferences", "y"], "pip install datasets"),
 ]
+DPO_BAD = [
+    (["--beta", "0"], "--beta 0.0 must be greater than 0"),
+    (["--label-smoothing", "0.5"], "must lie in [0, 0.5)"),
+    (["--label-smoothing", "-0.1"], "--label-smoothing"),
+    (["--warmup", "1.1"], "--warmup"),
+    (["--num-pairs", "0"], "--num-pairs"),
+    (["--model", "m", "--prompts", "x", "--preferences", "y", "--soft-labels"], "--soft-labels"),
+    (["--model", ".", "--prompts", "x", "--preferences", "y"], "it must be the folder of a model"),
+    (["--model", "m", "--prompts", "hf:imdb:train", "--preferences", "y"], "pip install datasets"),
+    *(
+        ([flag, "x"], "--model, --prompts FILE and --preferences FILE need each other")
+        for flag in ("--model", "--prompts", "--preferences")
+    ),
+]
 ATARI_BAD = [
     (["--sticky-actions", "2"], "--sticky-actions"),
     (["--max-episode-frames", "4"], "--max-episode-frames"),
@@ -299,12 +321,15 @@ def test_bad_input_is_one_sentence_status_2_and_nothing_written(name: str, tmp_p
     module = MODULES[name]
     monkeypatch.chdir(tmp_path)
     cases = BAD + [([BUDGET[name], number], BUDGET[name]) for number in ("100", "0", "nan")]
-    cases += RLHF_BAD if name == "rlhf_ppo_gpt2" else CONTROL_BAD
+    cases += RLHF_BAD if name in TEXTS else CONTROL_BAD
     cases += (PPO_BAD if name != "trpo" else []) + (ATARI_BAD if name == "ppo_atari" else [])
     if name in ENVS:
         cases += [(["--env-id", f"{space}Thing-v0"], "module:Id-v0") for space in ("", "nowhere/")]
     if name == "ppo_penalty":
         cases = [*cases, (["--kl-target", "0"], "--kl-target"), (["--beta", "-1"], "--beta")]
+    if name == "dpo_gpt2":
+        fields = {field.replace("_", "-") for field in module.Args.__dataclass_fields__}
+        cases = [case for case in cases if case[0][0][2:] in fields - {"model", "prompts"}] + DPO_BAD
     for flags, words in cases:
         monkeypatch.setattr(sys, "argv", [f"{name}.py", *SMALL[name], *flags])
         with pytest.raises(SystemExit) as caught:
@@ -340,8 +365,8 @@ def test_the_parser_refuses_what_it_cannot_read(name: str, flags: list[str]) -> 
 
 
 def test_the_parser_takes_what_people_type(name: str) -> None:
-    args = MODULES[name].parse_args([BUDGET[name], *"1e6 --num_minibatches 2 --torch_deterministic --no-cuda".split()])
-    assert args.num_minibatches == 2 and not args.cuda
+    args = MODULES[name].parse_args([BUDGET[name], *"1e6 --eval_episodes 2 --torch_deterministic --no-cuda".split()])
+    assert args.eval_episodes == 2 and not args.cuda
     assert getattr(args, BUDGET[name].removeprefix("--").replace("-", "_")) == 10**6
 
 
@@ -375,7 +400,7 @@ def test_a_start_prints_no_warnings_and_the_folder_first_and_last(name: str, tmp
     assert "step 0 to 512 of 512 by 128, saved every" in result.stdout and "Ctrl-C" in result.stdout
     progress = [re.match(r"step ([\d,]+), ", line) for line in lines]
     assert [match[1] for match in progress if match] == ["128", "256", "384", "512"]
-    models = ["policy", "reward_model", "sft"] if name == "rlhf_ppo_gpt2" else []
+    models = {"rlhf_ppo_gpt2": ["policy", "reward_model", "sft"], "dpo_gpt2": ["policy", "sft"]}.get(name, [])
     files = {path.name.split(".")[0] for path in folder.iterdir()} - {"lock"}
     assert files == {"args", "checkpoint", "events", *models}
     assert json.loads((folder / "args.json").read_text())["seed"] == 1
@@ -449,9 +474,9 @@ def test_resume_refuses_what_would_make_another_run_and_takes_the_rest(name: str
     folder = run_small(name, cwd=tmp_path)
     before = (folder / "checkpoint.pt").read_bytes()
     size = "--num-envs" if name in CONTROL else "--batch-size"
-    refused = run(name, "--resume", folder, "--gamma", 0.9, size, 4, "--seed", 7, cwd=tmp_path)
+    refused = run(name, "--resume", folder, "--learning-rate", 0.9, size, 4, "--seed", 7, cwd=tmp_path)
     assert refused.returncode == 2
-    fields = [size[2:].replace("-", "_"), "gamma", "seed"]
+    fields = [size[2:].replace("-", "_"), "learning_rate", "seed"]
     assert all(field in refused.stderr for field in fields) and "device" not in refused.stderr
     assert (folder / "checkpoint.pt").read_bytes() == before
     longer = run(name, "--resume", folder, BUDGET[name], 768, cwd=tmp_path)
@@ -460,7 +485,7 @@ def test_resume_refuses_what_would_make_another_run_and_takes_the_rest(name: str
         rate = MODULES[name].Args.learning_rate
         assert f"learning rate {rate / 4:.2g} when it was saved, {rate / 3:.2g} now" in longer.stdout
     assert checkpoint(folder)["iteration"] == 6
-    assert [step for step, _ in scalars(folder)["losses/value_loss"]] == list(range(128, 769, 128))
+    assert [step for step, _ in scalars(folder)["losses/policy_loss"]] == list(range(128, 769, 128))
 
 
 def torn(path: Path) -> None:
