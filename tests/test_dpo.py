@@ -16,9 +16,8 @@ import test_rlhf
 import torch
 from conftest import MODULES, SMALL, scalars
 from test_rlhf import CPU, PROMPTS, alone_in_float64, enumerated, gpt2, plain_logprobs, write
-from test_rlhf import texts as read_off
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM
 
 dpo: Any = MODULES["dpo_gpt2"]
 
@@ -31,7 +30,7 @@ ANSWERS = [([6, 2, 0], [3]), ([0], [7, 7, 1, 2, 8, 0]), ([9, 9], [9, 0]), ([5, 0
 
 
 def pairs_of(reference: Any = None, **changes: Any) -> Any:
-    """Five comparisons of answers of unequal length, in prompts that hold ends of text, with log π_ref if there is one."""
+    """Five comparisons of answers of unequal length, in prompts that hold ends, with log π_ref if there is one."""
     rows = zip(PROMPTS, ANSWERS, strict=False)
     pairs = dpo.pad_pairs([dpo.Comparison(x, x + chosen, x + other) for x, (chosen, other) in rows], CPU)
     if reference:
@@ -181,7 +180,10 @@ def test_the_loss_and_its_statistics_by_the_pair() -> None:
         ratios = logratios / lengths if normalize else logratios
         margins = ratios[:, 0] - ratios[:, 1]
         labels = pairs.labels.double().numpy()
-        losses = [-p * math.log(sigma(0.3 * h)) - (1 - p) * math.log(sigma(-0.3 * h)) for h, p in zip(margins, labels)]
+        losses = [
+            -p * math.log(sigma(0.3 * h)) - (1 - p) * math.log(sigma(-0.3 * h))
+            for h, p in zip(margins, labels, strict=True)
+        ]
         with torch.no_grad():
             loss, stats = dpo.dpo_loss(args(beta=0.3, length_normalize=normalize), policy, pairs)
         assert float(loss) == pytest.approx(np.mean(losses), rel=1e-4)
@@ -228,7 +230,10 @@ def test_strings_are_joined_and_the_prompt_ends_where_its_own_tokens_do(tmp_path
     assert first == ([3, 1], [3, 4, 0], [3, 1, 3, 0], 1.0)
     assert second == ([3, 1], [3, 1, 3, 2, 0], [3, 1, 3, 1, 0], 1.0)
     pairs = dpo.pad_pairs([first, second], CPU)
-    kept = [[row[which].tolist() for row, which in zip(*two, strict=True)] for two in zip(pairs.tokens, pairs.answers)]
+    kept = [
+        [row[which].tolist() for row, which in zip(*two, strict=True)]
+        for two in zip(pairs.tokens, pairs.answers, strict=True)
+    ]
     assert kept == [[[4, 0], [1, 3, 0]], [[3, 2, 0], [3, 1, 0]]]
     whole = dpo.pad_pairs([dpo.Comparison([1], [4, 0], [1, 2, 0])], CPU)  # a joint at the very first token
     assert whole.answers.tolist() == [[[False, False, True], [False, True, True]]]
@@ -361,7 +366,7 @@ def test_the_policy_starts_as_the_reference_and_is_another_object() -> None:
     policy = dpo.copied(args(), reference)
     loss, stats = dpo.dpo_loss(args(), policy, pairs)
     assert float(loss.detach()) == pytest.approx(math.log(2), rel=1e-7)
-    assert float(stats["rewards/margin"]) == float(stats["rewards/chosen"]) == float(stats["rewards/accuracy"]) == 0
+    assert all(float(stats[f"rewards/{name}"].detach()) == 0 for name in ("margin", "chosen", "accuracy"))
     before = copy.deepcopy(reference.state_dict())
     optimizer = torch.optim.Adam(policy.parameters(), 0.01)
     for _ in range(3):
@@ -382,16 +387,18 @@ def loss_by_hand(arguments: Any, policy: Any, reference: Any, rows: list[int]) -
                 for at, token in enumerate(answer, len(PROMPTS[i]) - 1):
                     ratio = ratio + sign * (logits[at][token] - logits[at].exp().sum().log())
             ratios.append(ratio / len(answer) if arguments.length_normalize else ratio)
-        h, epsilon = ratios[0] - ratios[1], arguments.label_smoothing
-        surprise = lambda x: (1 + (-arguments.beta * x).exp()).log()
-        losses.append(
-            {
-                "sigmoid": lambda: (1 - epsilon) * surprise(h) + epsilon * surprise(-h),
-                "robust": lambda: ((1 - epsilon) * surprise(h) - epsilon * surprise(-h)) / (1 - 2 * epsilon),
-                "ipo": lambda: (h - 1 / (2 * arguments.beta)) ** 2,
-            }[arguments.loss]()
-        )
+        losses.append(pair_by_hand(arguments, ratios[0] - ratios[1]))
     return torch.stack(losses).mean()
+
+
+def pair_by_hand(arguments: Any, h: Tensor) -> Tensor:
+    beta, epsilon = arguments.beta, arguments.label_smoothing
+    if arguments.loss == "ipo":
+        return (h - 1 / (2 * beta)) ** 2
+    right, wrong = (1 + (-beta * h).exp()).log(), (1 + (beta * h).exp()).log()
+    if arguments.loss == "robust":
+        return ((1 - epsilon) * right - epsilon * wrong) / (1 - 2 * epsilon)
+    return (1 - epsilon) * right + epsilon * wrong
 
 
 @pytest.mark.detail("D1")
@@ -498,4 +505,279 @@ def test_soft_labels_have_the_optimum_of_the_regularised_reward_and_hard_ones_no
             arguments = args(beta=beta, fit_batch_size=1000)
             margins[kind] = [learn(arguments, reference, pairs, n, 5e-3)[1]["rewards/margin"] for n in (30, 120)]
         assert margins["soft"][1] == pytest.approx(gap, abs=0.1)
-        assert margins["hard"][1] > 1.5 * margins["hard"][0] and margins["hard"][1] > 2 * gap, margins
+        assert margins["hard"][1] > margins["hard"][0] + 1 and margins["hard"][1] > 2 * gap, margins
+
+
+# ------------------------------------------------------------------------------------------------ what RLHF has, too
+
+
+@pytest.fixture
+def in_place(monkeypatch: Any) -> None:
+    """test_rlhf.py's checks of what both scripts have look at this one."""
+    monkeypatch.setattr(test_rlhf, "rlhf", dpo)
+    monkeypatch.setattr(test_rlhf, "args", args)
+
+
+@pytest.mark.detail("R5")
+def test_prompts_of_dpo_end_where_a_clause_may_pause(in_place: None) -> None:
+    test_rlhf.test_built_in_prompts_end_where_a_clause_may_pause()
+
+
+@pytest.mark.detail("R13")
+def test_the_end_is_learnt_and_padding_is_not() -> None:
+    model, samples = gpt2(), [[5, 6, 7, 0], [9, 0], [1, 2, 3, 4, 5, 0]]
+    expected = []
+    for text in samples:
+        logits = model(torch.tensor([text])).logits[0, :-1]
+        expected += torch.nn.functional.cross_entropy(logits, torch.tensor(text[1:]), reduction="none").tolist()
+    assert float(dpo.sft_loss(args(), model, samples).detach()) == pytest.approx(np.mean(expected), rel=1e-5)
+
+
+def test_fine_tuning_reads_each_text_once_with_falling_steps(monkeypatch: Any) -> None:
+    task, policy = dpo.load_task(dpo.Args(sft_size=50), CPU)
+    seen: list[Any] = []
+    rates: list[float] = []
+    original = torch.optim.Adam.step
+    monkeypatch.setattr(dpo, "sft_loss", lambda _, policy, texts: seen.append(texts) or policy.lm_head.weight.sum())
+    monkeypatch.setattr(
+        torch.optim.Adam, "step", lambda self: rates.append(self.param_groups[0]["lr"]) or original(self)
+    )
+    before = task.texts.copy()
+    dpo.fine_tune(dpo.Args(fit_batch_size=16, sft_learning_rate=0.1), task, policy)
+    flat = list(itertools.chain(*seen))
+    assert sorted(flat) == sorted(before) and flat != before and [len(x) for x in seen] == [16, 16, 16, 2]
+    assert rates == pytest.approx([0.1, 0.075, 0.05, 0.025])
+    task.texts = []
+    assert dpo.fine_tune(dpo.Args(), task, policy) is policy and len(seen) == 4
+
+
+@pytest.mark.detail("R14")
+@pytest.mark.detail("R15")
+def test_answers_are_drawn_from_the_whole_softmax_at_its_temperature(in_place: None) -> None:
+    test_rlhf.test_tokens_are_drawn_from_the_whole_softmax_at_its_temperature(0.7)
+
+
+@pytest.mark.detail("R1")
+@pytest.mark.detail("R3")
+@pytest.mark.detail("R4")
+@pytest.mark.detail("R14")
+@pytest.mark.detail("R16")
+def test_sampler_and_scorer_agree_on_each_answer_up_to_its_first_end() -> None:
+    """Each token by a pass over its one text without padding; prompts hold ends and fillers."""
+    policy = gpt2(vocabulary=12)
+    torch.manual_seed(5)
+    responses, sampled = dpo.sample_responses(args(temperature=0.8), policy, PROMPTS, 0)
+    scored = dpo.answer_logprobs(args(temperature=0.8), policy, responses.tokens, responses.mask, responses.answers)
+    torch.testing.assert_close(sampled.sum(1), scored.detach(), atol=1e-4, rtol=1e-5)
+    assert responses.ended.any() and not responses.ended.all()
+    for row, (prompt, answer) in enumerate(test_rlhf.texts(responses)):
+        assert responses.texts()[row] == prompt + answer
+        assert int(responses.answers[row].sum()) == len(answer) and bool(responses.ended[row]) == (0 in answer)
+        assert answer[-1] == 0 or len(answer) == 6
+        by_itself = plain_logprobs(policy, prompt, answer, 0.8)
+        torch.testing.assert_close(sampled[row, : len(answer)], by_itself, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.detail("R18")
+def test_no_dropout_in_any_mode(tmp_path: Path) -> None:
+    tokens = torch.arange(1, 9)[None]
+    gpt2(dropout=0.5).save_pretrained(tmp_path / "sft")
+    loaded = dpo.load_model(str(tmp_path / "sft"), AutoModelForCausalLM, "--model")
+    started = dpo.load_task(dpo.Args(sft_size=10), CPU)[1]
+    for model in (loaded, dpo.copied(args(), loaded), started, dpo.load_stage(tmp_path / "sft", CPU)):
+        assert torch.equal(*(model.train()(tokens).logits for _ in range(2)))
+
+
+# ------------------------------------------------------------------------------------------------ a run
+
+
+def train(cwd: Path, *flags: Any) -> Path:
+    """A small run inside this process; returns its folder."""
+    before = set(cwd.glob("*"))
+    dpo.train(dpo.parse_args([str(x) for x in (*SMALL["dpo_gpt2"], "--run-dir", cwd, *flags)]))
+    (folder,) = set(cwd.glob("*")) - before
+    return folder
+
+
+@pytest.mark.detail("D4")
+@pytest.mark.detail("D17")
+@pytest.mark.detail("D19")
+@pytest.mark.detail("D21")
+@pytest.mark.detail("D22")
+@pytest.mark.detail("R31")
+@pytest.mark.detail("4")
+def test_what_a_run_logs_saves_and_shows(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    """One pass over what is not held out; gold is the judge's; the reference stays; a later look sees the same."""
+    used: list[int] = []
+    original = dpo.update
+
+    def update(*inputs: Any) -> Any:
+        used.extend(inputs[-1].tolist())
+        return original(*inputs)
+
+    monkeypatch.setattr(dpo, "update", update)
+    looks: list[Any] = []
+    measure = dpo.measure
+    monkeypatch.setattr(dpo, "measure", lambda *inputs: looks.append(measure(*inputs)) or looks[-1])
+    folder = train(tmp_path, "--num-pairs", 80, "--total-episodes", 72, "--batch-size", 9, "--eval-every", 3)
+    assert sorted(used) == list(range(72))
+    logged = scalars(folder)
+    every = [9, 18, 27, 36, 45, 54, 63, 72]
+    own = {"losses/policy_loss", "losses/grad_norm", "charts/SPS", "charts/learning_rate"}
+    own |= {f"rewards/{name}" for name in ("chosen", "rejected", "margin", "accuracy")}
+    assert set(logged) == own | {tag for tag in logged if tag.startswith("eval/")} | {"sft/loss"}
+    assert all([step for step, _ in logged[tag]] == every for tag in own)
+    seen = {
+        "gold",
+        "kl_ref",
+        "length",
+        "ended",
+        "ref_chosen",
+        "ref_rejected",
+        "chosen",
+        "rejected",
+        "margin",
+        "accuracy",
+    }
+    for name in seen | {"policy_loss"}:
+        assert [step for step, _ in logged[f"eval/{name}"]] == [0, 27, 54, 72], name
+    rates = [rate for _, rate in logged["charts/learning_rate"]]
+    assert rates == pytest.approx([3e-4 * min(1, (i + 1) / 0.8) * (1 - i / 8) for i in range(8)])
+    start = {name: logged[f"eval/{name}"][0][1] for name in seen}
+    assert start["kl_ref"] == pytest.approx(0, abs=1e-4) and start["margin"] == pytest.approx(0, abs=1e-5)
+    held_out, _ = dpo.compare(*of_run(folder))
+    assert [start["ref_chosen"], start["ref_rejected"]] == pytest.approx(held_out.ref_logprobs.mean(0).tolist())
+    said = capsys.readouterr().out
+    assert said.count(" | ") == 8 and f"step 0: gold {start['gold']:+.2f}, accuracy" in said
+    monkeypatch.undo()
+    means = dpo.evaluate(dpo.parse_args(["--evaluate", str(folder)]))
+    last = {name: logged[f"eval/{name}"][-1][1] for name in seen}
+    assert {name: means[name] for name in seen} == pytest.approx(last, rel=1e-5, abs=1e-5)
+    assert "over 8 sampled responses" in capsys.readouterr().out
+    policy, sft = (AutoModelForCausalLM.from_pretrained(folder / name) for name in ("policy", "sft"))
+    state = torch.load(folder / "checkpoint.pt", weights_only=True)["agent"]
+    assert all(torch.equal(value, state[key]) for key, value in policy.state_dict().items())
+    assert not torch.equal(policy.lm_head.weight, sft.lm_head.weight)
+    settings = policy.generation_config
+    assert (settings.do_sample, settings.top_k, settings.temperature, settings.max_new_tokens) == (True, 0, 1.0, 5)
+
+
+def of_run(folder: Path) -> tuple[Any, Any, Any]:
+    """What `compare` is given in a run that goes on."""
+    arguments = dpo.parse_args(["--resume", str(folder)])
+    return arguments, dpo.load_task(arguments, CPU)[0], dpo.load_stage(folder / "sft", CPU)
+
+
+@pytest.mark.detail("D21")
+@pytest.mark.detail("R31")
+def test_an_evaluation_is_the_judge_s_on_prompts_that_no_comparison_had(monkeypatch: Any) -> None:
+    """Gold by the judge, KL by both models, from one text at a time."""
+    arguments = args(num_pairs=40, eval_episodes=12)
+    task, reference = dpo.load_task(dpo.Args(sft_size=50), CPU)
+    reference = gpt2(vocabulary=len(task.tokenizer)).requires_grad_(False)
+    policy = moved(reference).requires_grad_(False)
+    held_out, rest = dpo.compare(arguments, task, reference)
+    drawn: list[Any] = []
+    original = dpo.sample_responses
+    monkeypatch.setattr(
+        dpo, "sample_responses", lambda *inputs: drawn.append((inputs, original(*inputs))) or drawn[-1][1]
+    )
+    means, shown = dpo.measure(arguments, task, policy, reference, held_out)
+    ((_, sampler, prompts, _), (responses, _)) = drawn[0]
+    assert len(drawn) == 1 and sampler is policy and all(prompt in task.held_out for prompt in prompts)
+    golds, distances, lengths = [], [], []
+    for prompt, text, ended in zip(prompts, responses.texts(), responses.ended.tolist(), strict=True):
+        answer = text[len(prompt) :]
+        golds.append(dpo.judge(task.decode(text), ended))
+        distances.append(
+            float((plain_logprobs(policy, prompt, answer) - plain_logprobs(reference, prompt, answer)).sum())
+        )
+        lengths.append(len(answer))
+    assert means["gold"] == pytest.approx(np.mean(golds), abs=1e-5) and means["length"] == pytest.approx(
+        np.mean(lengths)
+    )
+    assert means["kl_ref"] == pytest.approx(np.mean(distances), abs=1e-4) and abs(means["kl_ref"]) > 0.01
+    assert means["ended"] == pytest.approx(float(responses.ended.float().mean())) and len(shown) == 4
+    with torch.no_grad():
+        _, stats = dpo.dpo_loss(arguments, policy, held_out)
+    assert means["accuracy"] == pytest.approx(float(stats["rewards/accuracy"]))
+
+
+@pytest.mark.detail("D5")
+def test_the_self_check_names_what_is_not_the_reference(tmp_path: Path, monkeypatch: Any) -> None:
+    def shaky(_: Any, reference: Any) -> Any:
+        policy = copy.deepcopy(reference).train()
+        for module in policy.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.1
+        return policy
+
+    softmax = dpo.log_softmax
+    sharper = lambda policy, states, temperature: softmax(policy, states, temperature / 2)
+
+    def sharply(*inputs: Any) -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dpo, "log_softmax", sharper)
+            return original(*inputs)
+
+    original = dpo.sample_responses
+    arguments = dpo.parse_args([*SMALL["dpo_gpt2"], "--run-dir", str(tmp_path), "--response-length", "8"])
+    for name, wrong in (
+        ("copied", shaky),
+        ("copied", lambda _, reference: moved(reference)),
+        ("sample_responses", sharply),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(dpo, name, wrong)
+            with pytest.raises(dpo.UsageError, match="self-check: (kl_ref|margin) is .* before the first update"):
+                dpo.train(arguments)
+
+
+@pytest.mark.detail("D17")
+@pytest.mark.detail("D18")
+def test_health_says_once_what_is_usual_and_what_is_not(tmp_path: Path, capsys: Any) -> None:
+    """Chosen answers that get rarer; margins that only hard labels ask for; a policy that has left its reference."""
+    fine = {"rewards/chosen": -0.5, "rewards/margin": 2.0, "eval/kl_ref": 3.0, "eval/ended": 0.99}
+    odd = {"rewards/chosen": [-2.0], "rewards/margin": [10.5, -3.0], "eval/kl_ref": [40.0, -3.0], "eval/ended": [0.2]}
+    assert {name for name, *_ in dpo.HEALTHY} == set(fine)
+    for name, low, high, meaning in dpo.HEALTHY:
+        assert low <= fine[name] <= high and meaning
+        assert not any(low <= value <= high for value in odd[name])
+    folder = train(
+        tmp_path, "--batch-size", 4, "--total-episodes", 96, "--learning-rate", 0.02, "--beta", 1, "--no-anneal-lr"
+    )
+    lines = capsys.readouterr().out.splitlines()
+    for name in ("rewards/chosen", "rewards/margin"):
+        (line,) = (line for line in lines if f": {name} is " in line)
+        step = int(re.match(r"step (\d+): ", line)[1])  # type: ignore[index]
+        values = dict(scalars(folder)[name])
+        low, high = next((low, high) for tag, low, high, _ in dpo.HEALTHY if tag == name)
+        assert step > 40 and not low <= values[step] <= high
+        assert all(low <= x <= high for at, x in values.items() if 40 < at < step)
+
+
+@pytest.mark.detail("D16")
+@pytest.mark.detail("D19")
+def test_a_model_and_comparisons_of_ones_own(tmp_path: Path) -> None:
+    """Each is used once by default, and π_ref is asked once for each, however long DPO takes."""
+    tokenizer = dpo.word_tokenizer()
+    gpt2(vocabulary=len(tokenizer)).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    write(tmp_path / "p", [{"prompt": x} for x in ("it was", "the film felt", "well it")])
+    ends = list(itertools.combinations("good bad warm long slow ugly dull".split(), 2))
+    write(tmp_path / "q", [{"prompt": "it was", "chosen": f" {a}", "rejected": f" {b}"} for a, b in ends])
+    files = ["--model", tmp_path / "model", "--prompts", tmp_path / "p", "--preferences", tmp_path / "q"]
+    flags = ["--prompt-length", 5, "--response-length", 4, "--batch-size", 4, "--eval-episodes", 4]
+    read: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch:
+        original = dpo.pair_logprobs
+        patch.setattr(dpo, "pair_logprobs", lambda _, model, pairs: read.append(model) or original(_, model, pairs))
+        dpo.train(dpo.parse_args([str(x) for x in (*files, *flags, "--run-dir", tmp_path / "runs")]))
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert json.loads((folder / "args.json").read_text())["total_episodes"] == 19  # of 21, two of them held out
+    state = torch.load(folder / "checkpoint.pt", weights_only=True)
+    assert state["iteration"] == 4 and state["args"]["total_episodes"] == 19
+    reference = read[0]
+    assert read.count(reference) == 1 and len({id(model) for model in read}) == 2
+    loaded = AutoModelForCausalLM.from_pretrained(folder / "policy")
+    assert not torch.equal(loaded.lm_head.weight, reference.lm_head.weight)
