@@ -7,6 +7,7 @@ import json
 import math
 import random
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,19 @@ def moved(reference: Any, size: float = 0.05) -> Any:
         for parameter in policy.parameters():
             parameter.add_(size * torch.randn_like(parameter))
     return policy
+
+
+def kept(monkeypatch: Any, target: Any, name: str, keep: Callable[..., Any]) -> list[Any]:
+    """What `keep(result, *inputs)` makes of each call of a function."""
+    original, found = getattr(target, name), list[Any]()
+
+    def call(*inputs: Any) -> Any:
+        result = original(*inputs)
+        found.append(keep(result, *inputs))
+        return result
+
+    monkeypatch.setattr(target, name, call)
+    return found
 
 
 # ------------------------------------------------------------------------------------------------ the losses
@@ -535,13 +549,8 @@ def test_the_end_is_learnt_and_padding_is_not() -> None:
 
 def test_fine_tuning_reads_each_text_once_with_falling_steps(monkeypatch: Any) -> None:
     task, policy = dpo.load_task(dpo.Args(sft_size=50), CPU)
-    seen: list[Any] = []
-    rates: list[float] = []
-    original = torch.optim.Adam.step
-    monkeypatch.setattr(dpo, "sft_loss", lambda _, policy, texts: seen.append(texts) or policy.lm_head.weight.sum())
-    monkeypatch.setattr(
-        torch.optim.Adam, "step", lambda self: rates.append(self.param_groups[0]["lr"]) or original(self)
-    )
+    seen = kept(monkeypatch, dpo, "sft_loss", lambda _, args, policy, texts: texts)
+    rates = kept(monkeypatch, torch.optim.Adam, "step", lambda _, self: self.param_groups[0]["lr"])
     before = task.texts.copy()
     dpo.fine_tune(dpo.Args(fit_batch_size=16, sft_learning_rate=0.1), task, policy)
     flat = list(itertools.chain(*seen))
@@ -608,19 +617,9 @@ def train(cwd: Path, *flags: Any) -> Path:
 @pytest.mark.detail("4")
 def test_what_a_run_logs_saves_and_shows(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     """One pass over what is not held out; gold is the judge's; the reference stays; a later look sees the same."""
-    used: list[int] = []
-    original = dpo.update
-
-    def update(*inputs: Any) -> Any:
-        used.extend(inputs[-1].tolist())
-        return original(*inputs)
-
-    monkeypatch.setattr(dpo, "update", update)
-    looks: list[Any] = []
-    measure = dpo.measure
-    monkeypatch.setattr(dpo, "measure", lambda *inputs: looks.append(measure(*inputs)) or looks[-1])
+    used = kept(monkeypatch, dpo, "update", lambda _, *inputs: inputs[-1].tolist())
     folder = train(tmp_path, "--num-pairs", 80, "--total-episodes", 72, "--batch-size", 9, "--eval-every", 3)
-    assert sorted(used) == list(range(72))
+    assert sorted(itertools.chain(*used)) == list(range(72))
     logged = scalars(folder)
     every = [9, 18, 27, 36, 45, 54, 63, 72]
     own = {"losses/policy_loss", "losses/grad_norm", "charts/SPS", "charts/learning_rate"}
@@ -677,11 +676,7 @@ def test_an_evaluation_is_the_judge_s_on_prompts_that_no_comparison_had(monkeypa
     reference = gpt2(vocabulary=len(task.tokenizer)).requires_grad_(False)
     policy = moved(reference).requires_grad_(False)
     held_out, rest = dpo.compare(arguments, task, reference)
-    drawn: list[Any] = []
-    original = dpo.sample_responses
-    monkeypatch.setattr(
-        dpo, "sample_responses", lambda *inputs: drawn.append((inputs, original(*inputs))) or drawn[-1][1]
-    )
+    drawn = kept(monkeypatch, dpo, "sample_responses", lambda drawn, *inputs: (inputs, drawn))
     means, shown = dpo.measure(arguments, task, policy, reference, held_out)
     ((_, sampler, prompts, _), (responses, _)) = drawn[0]
     assert len(drawn) == 1 and sampler is policy and all(prompt in task.held_out for prompt in prompts)
@@ -758,7 +753,7 @@ def test_health_says_once_what_is_usual_and_what_is_not(tmp_path: Path, capsys: 
 
 @pytest.mark.detail("D16")
 @pytest.mark.detail("D19")
-def test_a_model_and_comparisons_of_ones_own(tmp_path: Path) -> None:
+def test_a_model_and_comparisons_of_ones_own(tmp_path: Path, monkeypatch: Any) -> None:
     """Each is used once by default, and π_ref is asked once for each, however long DPO takes."""
     tokenizer = dpo.word_tokenizer()
     gpt2(vocabulary=len(tokenizer)).save_pretrained(tmp_path / "model")
@@ -768,11 +763,8 @@ def test_a_model_and_comparisons_of_ones_own(tmp_path: Path) -> None:
     write(tmp_path / "q", [{"prompt": "it was", "chosen": f" {a}", "rejected": f" {b}"} for a, b in ends])
     files = ["--model", tmp_path / "model", "--prompts", tmp_path / "p", "--preferences", tmp_path / "q"]
     flags = ["--prompt-length", 5, "--response-length", 4, "--batch-size", 4, "--eval-episodes", 4]
-    read: list[Any] = []
-    with pytest.MonkeyPatch.context() as patch:
-        original = dpo.pair_logprobs
-        patch.setattr(dpo, "pair_logprobs", lambda _, model, pairs: read.append(model) or original(_, model, pairs))
-        dpo.train(dpo.parse_args([str(x) for x in (*files, *flags, "--run-dir", tmp_path / "runs")]))
+    read = kept(monkeypatch, dpo, "pair_logprobs", lambda _, args, model, pairs: model)
+    dpo.train(dpo.parse_args([str(x) for x in (*files, *flags, "--run-dir", tmp_path / "runs")]))
     (folder,) = (tmp_path / "runs").iterdir()
     assert json.loads((folder / "args.json").read_text())["total_episodes"] == 19  # of 21, two of them held out
     state = torch.load(folder / "checkpoint.pt", weights_only=True)
