@@ -17,7 +17,7 @@
     log π_ref(y|x) of every answer, once                                §4        compare
     for iteration = 1, 2, ...                                           §4        train
         h = log π/π_ref of the chosen answer - that of the rejected     eq. 7     dpo_loss
-        descend -log σ(β·h), or what --loss says                        eq. 7     preference_loss, update
+        descend -log σ(β·h), or what --loss says                        eq. 7     margin_loss, update
 
     python dpo_gpt2.py                                          the built-in task, whole, without a network
     python dpo_gpt2.py --model gpt2 --prompts prompts.jsonl --preferences pairs.jsonl
@@ -228,7 +228,7 @@ def compare(args: Args, task: Task, reference: Any) -> tuple[Pairs, Pairs]:
     return pairs.rows(slice(tenth)), pairs.rows(slice(tenth, None))
 
 
-def preference_loss(args: Args, margins: Tensor, labels: Tensor) -> Tensor:
+def margin_loss(args: Args, margins: Tensor, labels: Tensor) -> Tensor:
     """Loss [B] of margins h = log π/π_ref(chosen) - log π/π_ref(rejected) and probabilities p of the choice, both [B].
 
         sigmoid   -p·log σ(βh) - (1 - p)·log σ(-βh)       eq. 7 [D1], where p = 1
@@ -259,7 +259,7 @@ def dpo_loss(args: Args, policy: Any, pairs: Pairs) -> tuple[Tensor, dict[str, T
     if args.length_normalize:
         logratios = logratios / pairs.answers.sum(2)  # [D10]
     chosen, rejected = logratios.unbind(1)
-    loss = preference_loss(args, chosen - rejected, pairs.labels).mean()
+    loss = margin_loss(args, chosen - rejected, pairs.labels).mean()
     return loss, {
         "losses/policy_loss": loss,
         "rewards/chosen": args.beta * chosen.mean(),
@@ -867,8 +867,8 @@ def self_check(args: Args, means: dict[str, float]) -> None:
 # --- Log and checkpoints
 
 HEALTHY = (  # metric, its healthy range, and what it means to leave it
-    ("rewards/chosen", -1, 1e9, "chosen answers are less likely than at first, too; usual, as only the margin counts"),
-    ("rewards/margin", -1, 10, "hard labels know no end: unless eval/accuracy still rises, stop, or smooth the labels"),
+    ("rewards/chosen", -2, 10, "chosen answers are less likely than at first, too; usual, as only the margin counts"),
+    ("rewards/margin", -2, 10, "hard labels know no end: unless eval/accuracy still rises, stop, or smooth the labels"),
     ("eval/kl_ref", -2, 25, "below 0 answers are not drawn from the policy that is scored; far above, raise --beta"),
     ("eval/ended", 0.5, 1, "most responses do not end; raise --response-length or --beta"),
 )

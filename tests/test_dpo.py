@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 dpo: Any = MODULES["dpo_gpt2"]
+RLHF: Any = MODULES["rlhf_ppo_gpt2"]
 
 
 def args(**changes: Any) -> Any:
@@ -82,13 +83,13 @@ def test_the_loss_is_the_surprise_at_the_choice() -> None:
     """P(chosen is better) = e^a / (e^a + e^b) of the rewards β·log π/π_ref; β is 0.1 unless told otherwise."""
     margins = torch.tensor([0.0, 3.0, -7.0, 40.0], dtype=torch.float64, requires_grad=True)
     for changes, beta in (({}, 0.1), ({"beta": 0.7}, 0.7)):
-        losses = dpo.preference_loss(args(**changes), margins, torch.ones(4, dtype=torch.float64))
+        losses = dpo.margin_loss(args(**changes), margins, torch.ones(4, dtype=torch.float64))
         chances = [math.exp(beta * h) / (math.exp(beta * h) + 1) for h in margins.tolist()]
         assert losses.tolist() == pytest.approx([-math.log(p) for p in chances], rel=1e-9)
         (slopes,) = torch.autograd.grad(losses.sum(), margins)
         assert slopes.tolist() == pytest.approx([-beta * (1 - p) for p in chances], rel=1e-9)
     far = torch.tensor([-1e5, 1e5], requires_grad=True)
-    dpo.preference_loss(args(), far, torch.ones(2)).sum().backward()
+    dpo.margin_loss(args(), far, torch.ones(2)).sum().backward()
     assert far.grad is not None and far.grad.tolist() == pytest.approx([-0.1, 0.0])  # no overflow, whatever the margin
 
 
@@ -98,24 +99,24 @@ def test_label_smoothing_is_the_mean_over_labels_of_which_some_are_wrong() -> No
     margins = torch.tensor([0.5, -2.0, 9.0], dtype=torch.float64)
     ones = torch.ones_like(margins)
     plain = lambda h: [-math.log(sigma(0.1 * x)) for x in h]
-    smooth = dpo.preference_loss(args(label_smoothing=0.2), margins, ones).tolist()
+    smooth = dpo.margin_loss(args(label_smoothing=0.2), margins, ones).tolist()
     right, wrong = plain(margins.tolist()), plain((-margins).tolist())
     assert smooth == pytest.approx([0.8 * a + 0.2 * b for a, b in zip(right, wrong, strict=True)])
     robust = args(loss="robust", label_smoothing=0.2)
-    as_they_are, turned = dpo.preference_loss(robust, margins, ones), dpo.preference_loss(robust, -margins, ones)
+    as_they_are, turned = dpo.margin_loss(robust, margins, ones), dpo.margin_loss(robust, -margins, ones)
     assert (0.8 * as_they_are + 0.2 * turned).tolist() == pytest.approx(right)
     assert as_they_are.tolist() != pytest.approx(right, rel=1e-3)
     for loss in ("sigmoid", "robust"):
-        assert dpo.preference_loss(args(loss=loss), margins, ones).tolist() == pytest.approx(right)
+        assert dpo.margin_loss(args(loss=loss), margins, ones).tolist() == pytest.approx(right)
 
 
 @pytest.mark.detail("D8")
 @pytest.mark.detail("D7")
 def test_ipo_draws_each_margin_to_one_half_over_beta() -> None:
     margins = torch.tensor([0.0, 5.0, -3.0, 20.0], dtype=torch.float64)
-    losses = dpo.preference_loss(args(loss="ipo", beta=0.1), margins, torch.ones_like(margins))
+    losses = dpo.margin_loss(args(loss="ipo", beta=0.1), margins, torch.ones_like(margins))
     assert losses.tolist() == pytest.approx([(h - 5.0) ** 2 for h in margins.tolist()])
-    smooth = dpo.preference_loss(args(loss="ipo", beta=0.25, label_smoothing=0.1), margins, torch.ones_like(margins))
+    smooth = dpo.margin_loss(args(loss="ipo", beta=0.25, label_smoothing=0.1), margins, torch.ones_like(margins))
     assert smooth.tolist() == pytest.approx([0.9 * (h - 2) ** 2 + 0.1 * (h + 2) ** 2 for h in margins.tolist()])
 
 
@@ -124,8 +125,8 @@ def test_ipo_draws_each_margin_to_one_half_over_beta() -> None:
 def test_a_soft_label_weighs_both_choices(loss: str) -> None:
     """p of one label and 1 - p of the other, whose margin is turned round."""
     margins, p = torch.tensor([1.5, -4.0], dtype=torch.float64), torch.tensor([0.7, 0.1], dtype=torch.float64)
-    losses = dpo.preference_loss(args(loss=loss), margins, p)
-    one, other = (dpo.preference_loss(args(loss=loss), x, torch.ones_like(p)) for x in (margins, -margins))
+    losses = dpo.margin_loss(args(loss=loss), margins, p)
+    one, other = (dpo.margin_loss(args(loss=loss), x, torch.ones_like(p)) for x in (margins, -margins))
     torch.testing.assert_close(losses, p * one + (1 - p) * other)
 
 
@@ -535,6 +536,16 @@ def in_place(monkeypatch: Any) -> None:
 @pytest.mark.detail("R5")
 def test_prompts_of_dpo_end_where_a_clause_may_pause(in_place: None) -> None:
     test_rlhf.test_built_in_prompts_end_where_a_clause_may_pause()
+
+
+@pytest.mark.detail("R31")
+def test_the_judge_of_dpo_is_that_of_rlhf() -> None:
+    """On sentences of any faults, whose score test_rlhf.py has by hand."""
+    rng = random.Random(0)
+    words = [*dpo.CATEGORY, "<pad>"]
+    for _ in range(300):
+        text = " ".join(rng.choices(words, k=rng.randint(1, 8)))
+        assert dpo.judge(text, True) == RLHF.judge(text, True) and dpo.judge(text, False) == RLHF.judge(text, False)
 
 
 @pytest.mark.detail("R13")

@@ -17,7 +17,7 @@ from typing import Any
 
 import details
 import pytest
-from conftest import BUDGET, CHOICES, MODULES, ROOT, SCRIPTS, SMALL, TESTS, counting, environment, run, run_small
+from conftest import BUDGET, CHOICES, MODULES, ROOT, SCRIPTS, SMALL, TESTS, TEXTS, counting, environment, run, run_small
 
 ATARI = {*map(str, [*range(1, 23), "S2", "S3"])}
 CONTINUOUS = {*map(str, [*range(1, 14), *range(23, 32), "S2", "S3"])}
@@ -302,7 +302,7 @@ def test_the_command_works(command: str, place: Path) -> None:
     if "FOLDER" in command or "gpt2 " in command.replace("_gpt2", ""):
         run_folder = run_small(name, cwd=place)
         words = [word.replace("runs/FOLDER", str(run_folder)) for word in words]
-        if name == "rlhf_ppo_gpt2":
+        if name in TEXTS:
             shutil.copytree(run_folder / "sft", place / "gpt2", dirs_exist_ok=True)
     flags = words[words.index(script) + 1 :]
     less = [BUDGET[name], "768"] if "--resume" in flags else [] if {"--evaluate", "--help"} & {*flags} else LESS[name]

@@ -134,6 +134,7 @@ def test_gae_keeps_environments_and_episodes_apart(name: str, seed: int) -> None
                 assert torch.equal(alone, whole[first:last, i : i + 1])
 
 
+@having("compute_gae")
 def test_the_scripts_agree_on_what_gae_takes(name: str) -> None:
     expected = "rewards values next_values terminations dones gamma gae_lambda".split()
     assert list(inspect.signature(MODULES[name].compute_gae).parameters) == expected
