@@ -455,7 +455,7 @@ MUTANTS = [
     M("R31", RLHF, "annotators prefer the worse answer", "(task.gold(one) - task.gold(other))", "(task.gold(other) - task.gold(one))"),
     M("R31", RLHF, "PPO learns from the judge", "    score = lambda responses: reward_scores(reward_model, responses.tokens, responses.mask, args.bf16)", "    score = lambda responses: task.gold(responses)"),
     # DPO: what it shares with RLHF
-    M("3", DPO, "torch's own epsilon of 1e-8", "args.learning_rate, eps=1e-5, fused=True", "args.learning_rate, fused=True", tests="test_dpo.py::test_what_a_run_logs_saves_and_shows"),
+    M("3", DPO, "torch's own epsilon of 1e-8", "args.learning_rate, eps=1e-5, fused=True", "args.learning_rate, fused=True"),
     M("4", DPO, "the rate stays", "rate *= 1 - iteration / run.last", "pass"),
     M("4", DPO, "the rate is one iteration ahead", "rate *= 1 - iteration / run.last", "rate *= 1 - (iteration + 1) / run.last"),
     M("11", DPO, "gradients are not clipped", "clip_grad_norm_(policy.parameters(), args.max_grad_norm)  # [11]", "clip_grad_norm_(policy.parameters(), 1e9)"),
@@ -527,7 +527,7 @@ MUTANTS = [
     M("D18", DPO, "a margin without β", '"rewards/margin": args.beta * (chosen', '"rewards/margin": (chosen'),
     M("D18", DPO, "nothing is said of margins", '    ("rewards/margin", -2, 10,', '    ("rewards/margin", -2, 1000,'),
     M("D19", DPO, "two passes", "int(args.total_episodes or count - count // 10)", "int(args.total_episodes or 2 * (count - count // 10))"),
-    M("D19", DPO, "no warm-up", "min(1, (iteration + 1) / max(1, args.warmup * run.last))", "1", tests="test_dpo.py::test_the_step_size_rises_and_falls"),
+    M("D19", DPO, "no warm-up", "min(1, (iteration + 1) / max(1, args.warmup * run.last))", "1"),
     M("D19", DPO, "a warm-up from a step of nothing", "(iteration + 1) / max(1, args.warmup", "iteration / max(1, args.warmup"),
     M("D20", DPO, "soft labels are rounded", "return p * right + (1 - p) * wrong", "return p.round() * right + (1 - p.round()) * wrong"),
     M("D20", DPO, "the other choice does not count", "return p * right + (1 - p) * wrong", "return p * right"),

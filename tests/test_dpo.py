@@ -260,7 +260,7 @@ def test_strings_are_joined_and_the_prompt_ends_where_its_own_tokens_do(tmp_path
 def test_a_long_prompt_keeps_its_end_and_no_answer_is_empty(tmp_path: Path, capsys: Any) -> None:
     """However short prompts and responses are cut; pairs of equal answers, and rows without one, are counted."""
     long = "well overall the long film was"
-    rows = [(long, " great but the plot was slow", " not good"), ("it was", " great", " slow")] * 5
+    rows = [(long, " great but the plot was slow", " not good"), ("it was", " great", " slow")] * 10
     rows += [("it was", " good", " good"), ("it was", " good", ""), (long, " very good", " very bad")]
     tokenizer = word_for_word()
     task = task_of_files(tmp_path, tokenizer, ["it was", long], rows, prompt_length=3, response_length=1)
@@ -271,13 +271,13 @@ def test_a_long_prompt_keeps_its_end_and_no_answer_is_empty(tmp_path: Path, caps
             ["long film was", "long film was great", "long film was not"],
             ["it was", "it was great <end>", "it was slow <end>"],
         ]
-        * 5
+        * 10
     )
     said = capsys.readouterr().err
     assert "1 rows with an empty string are left out" in said
     assert "equal and left out: 2 pairs" in said  # one of them since both answers were cut to the same word
     pairs = dpo.pad_pairs(task.comparisons, CPU)
-    assert pairs.answers.sum(2).tolist() == [[1, 1], [2, 2]] * 5  # the end is one of them
+    assert pairs.answers.sum(2).tolist() == [[1, 1], [2, 2]] * 10  # the end is one of them
     assert not (pairs.answers & ~pairs.mask).any()
 
 
@@ -573,8 +573,15 @@ def test_fine_tuning_reads_each_text_once_with_falling_steps(monkeypatch: Any) -
 
 @pytest.mark.detail("R14")
 @pytest.mark.detail("R15")
-def test_answers_are_drawn_from_the_whole_softmax_at_its_temperature(in_place: None) -> None:
-    test_rlhf.test_tokens_are_drawn_from_the_whole_softmax_at_its_temperature(0.7)
+def test_answers_are_drawn_from_the_whole_softmax_at_its_temperature() -> None:
+    """The first token of 30,000 answers against exact probabilities; more than 50 tokens have a chance."""
+    model, n = gpt2(vocabulary=80, spread=1.2).requires_grad_(False), 30_000
+    torch.manual_seed(3)
+    responses, _ = dpo.sample_responses(args(response_length=1, temperature=0.7), model, [[4, 2]] * n, 79)
+    counts = torch.bincount(responses.tokens[:, 2], minlength=80)
+    p = (model(torch.tensor([[4, 2]])).logits[0, -1] / 0.7).softmax(0)
+    assert float(((counts - n * p).square() / (n * p)).sum()) < 79 + 5 * (2 * 79) ** 0.5, "not the softmax"
+    assert int((counts > 0).sum()) > 50
 
 
 @pytest.mark.detail("R1")
@@ -625,11 +632,13 @@ def train(cwd: Path, *flags: Any) -> Path:
 @pytest.mark.detail("D21")
 @pytest.mark.detail("D22")
 @pytest.mark.detail("R31")
+@pytest.mark.detail("3")
 @pytest.mark.detail("4")
 def test_what_a_run_logs_saves_and_shows(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     """One pass over what is not held out; gold is the judge's; the reference stays; a later look sees the same."""
     used = kept(monkeypatch, dpo, "update", lambda _, *inputs: inputs[-1].tolist())
-    folder = train(tmp_path, "--num-pairs", 80, "--total-episodes", 72, "--batch-size", 9, "--eval-every", 3)
+    warm = ["--warmup", 0.5]
+    folder = train(tmp_path, "--num-pairs", 80, "--total-episodes", 72, "--batch-size", 9, "--eval-every", 3, *warm)
     assert sorted(itertools.chain(*used)) == list(range(72))
     logged = scalars(folder)
     every = [9, 18, 27, 36, 45, 54, 63, 72]
@@ -652,7 +661,7 @@ def test_what_a_run_logs_saves_and_shows(tmp_path: Path, monkeypatch: Any, capsy
     for name in seen | {"policy_loss"}:
         assert [step for step, _ in logged[f"eval/{name}"]] == [0, 27, 54, 72], name
     rates = [rate for _, rate in logged["charts/learning_rate"]]
-    assert rates == pytest.approx([3e-4 * min(1, (i + 1) / 0.8) * (1 - i / 8) for i in range(8)])
+    assert rates == pytest.approx([3e-4 * min(1, (i + 1) / 4) * (1 - i / 8) for i in range(8)])
     start = {name: logged[f"eval/{name}"][0][1] for name in seen}
     assert start["kl_ref"] == pytest.approx(0, abs=1e-4) and start["margin"] == pytest.approx(0, abs=1e-5)
     held_out, _ = dpo.compare(*of_run(folder))
@@ -665,7 +674,9 @@ def test_what_a_run_logs_saves_and_shows(tmp_path: Path, monkeypatch: Any, capsy
     assert {name: means[name] for name in seen} == pytest.approx(last, rel=1e-5, abs=1e-5)
     assert "over 8 sampled responses" in capsys.readouterr().out
     policy, sft = (AutoModelForCausalLM.from_pretrained(folder / name) for name in ("policy", "sft"))
-    state = torch.load(folder / "checkpoint.pt", weights_only=True)["agent"]
+    saved = torch.load(folder / "checkpoint.pt", weights_only=True)
+    assert saved["optimizer"]["param_groups"][0]["eps"] == 1e-5
+    state = saved["agent"]
     assert all(torch.equal(value, state[key]) for key, value in policy.state_dict().items())
     assert not torch.equal(policy.lm_head.weight, sft.lm_head.weight)
     settings = policy.generation_config
