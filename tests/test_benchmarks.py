@@ -55,65 +55,61 @@ import results
 few = "--num-steps 128 --num-minibatches 4 --update-epochs 2 --checkpoint-every 2"
 smoke = "--preset smoke --sft-size 64 --num-pairs 64 --total-episodes 128 --min-accuracy 0 --best-of-n 4"
 results.experiments = lambda: [
-    *results.control("mujoco", "ppo_continuous", "ppo_continuous", "Pendulum-v1", "{steps}", 2, few),
-    *results.control("epochs", "K = 2", "ppo_continuous", "Pendulum-v1", "{steps}", 1, few),
-    *results.rlhf("rlhf", "beta = 0.15", smoke, 1)[:{rlhf}],
+    *results.control("mujoco", "ppo_continuous", "ppo_continuous", "Pendulum-v1", "6400", 2, few),
+    *results.control("epochs", "K = 2", "ppo_continuous", "Pendulum-v1", "6400", 1, few),
+    *results.rlhf("rlhf", "beta = 0.15", smoke, 1),
 ]
 results.TASKS, results.PUBLISHED = ("Pendulum-v1",), {{"ppo_continuous": {{"Pendulum-v1": (-1000, 10)}}}}
 results.main()
 """
 
 
-def results_py(cwd: Path, steps: str, rlhf: int, *flags: str) -> subprocess.Popen[str]:
-    code = FEW.format(benchmarks=str(ROOT / "benchmarks"), steps=steps, rlhf=rlhf)
+def results_py(cwd: Path, *flags: str) -> subprocess.Popen[str]:
+    code = FEW.format(benchmarks=str(ROOT / "benchmarks"))
     command = [sys.executable, "-c", code, "--results", "out", *flags]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen(command, cwd=cwd, env=environment(), **pipes)
 
 
-def test_results_are_made_once_and_those_of_the_log(results: ModuleType, tmp_path: Path) -> None:
-    process = results_py(tmp_path, "2560", 1, "--workers", "2")
+def test_results_are_made_once_go_on_when_interrupted_and_are_those_of_the_log(
+    results: ModuleType, tmp_path: Path
+) -> None:
+    interrupted = results_py(tmp_path, "--workers", "2")
+    while len(list(tmp_path.glob("runs/results/*/*/checkpoint.pt"))) < 2:  # both at work have come so far
+        assert interrupted.poll() is None, interrupted.communicate()
+        time.sleep(0.05)
+    interrupted.send_signal(signal.SIGTERM)
+    _, errors = interrupted.communicate(timeout=60)
+    assert interrupted.returncode == 1 and "interrupted; the same command goes on" in errors
+    assert not left_in(tmp_path)
+    begun = {folder.name for folder in tmp_path.glob("runs/results/*/*")}
+    process = results_py(tmp_path, "--workers", "2")
     table, errors = process.communicate(timeout=400)
     assert process.returncode == 0, errors
     out = tmp_path / "out"
+    folders = list(tmp_path.glob("runs/results/*/*"))
+    assert begun <= {folder.name for folder in folders} and len(folders) == len(list(out.glob("*.csv"))) == 4
     pictures = {"mujoco.png", "diagnostics.png", "epochs.png", "rlhf.png", "surrogate.png"}
     assert pictures <= {path.name for path in out.iterdir()} and (out / "RESULTS.md").read_text() in table
     facts, curve = results.read(out / "mujoco__ppo_continuous__Pendulum-v1__2.csv")
     (folder,) = (tmp_path / "runs" / "results" / "mujoco__ppo_continuous__Pendulum-v1__2").iterdir()
     logged = scalars(folder)
     returns = np.array(logged["charts/episodic_return"])
-    assert facts["last_100"] == pytest.approx(returns[-100:, 1].mean()) and facts["steps"] == 2560
-    assert facts["command"].startswith("python ppo_continuous.py --env-id Pendulum-v1 --total-timesteps 2560")
-    width = 26  # a hundredth of 2,560 steps, rounded up
-    inside = returns[(returns[:, 0] > 7 * width) & (returns[:, 0] <= 8 * width), 1]
-    assert len(inside) == 1 and curve["return"][8 * width] == pytest.approx(inside[0], rel=1e-5)
+    assert facts["last_100"] == pytest.approx(returns[-100:, 1].mean()) and facts["steps"] == 6400
+    assert facts["command"].startswith("python ppo_continuous.py --env-id Pendulum-v1 --total-timesteps 6400")
+    width = 64  # a hundredth of 6,400 steps
+    inside = returns[(returns[:, 0] > 3 * width) & (returns[:, 0] <= 4 * width), 1]
+    assert len(inside) == 1 and curve["return"][4 * width] == pytest.approx(inside[0], rel=1e-5)
     assert curve["kl"].dropna().to_list() == pytest.approx([x for _, x in logged["losses/approx_kl"]], rel=1e-4)
     last = [results.read(path)[0]["last_100"] for path in sorted(out.glob("mujoco*.csv"))]
     assert f"| mujoco | Pendulum-v1 | ppo_continuous | 2 | {np.mean(last):,.0f}" in table
     rlhf, _ = results.read(out / "rlhf__beta_0.15__opinions__1.csv")
     assert list(rlhf["best_of_n"]["gold"]) == ["1", "2", "4"]
     written = {path: path.stat().st_mtime for path in out.glob("*.csv")}
-    again = results_py(tmp_path, "2560", 1)
+    again = results_py(tmp_path)
     text, _ = again.communicate(timeout=200)
     assert again.returncode == 0 and table.endswith(text) and text.startswith("# Results")
     assert {path: path.stat().st_mtime for path in out.glob("*.csv")} == written, "a finished run was repeated"
-
-
-def test_interrupted_results_go_on_where_they_were(tmp_path: Path) -> None:
-    process = results_py(tmp_path, "6400", 0, "--workers", "2")
-    while len(list(tmp_path.glob("runs/results/*/*/checkpoint.pt"))) < 2:  # both at work have come so far
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.05)
-    process.send_signal(signal.SIGTERM)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 1 and "interrupted; the same command goes on" in errors
-    assert not left_in(tmp_path)
-    begun = {folder.name for folder in tmp_path.glob("runs/results/*/*")}
-    again = results_py(tmp_path, "6400", 0, "--workers", "2")
-    _, errors = again.communicate(timeout=400)
-    assert again.returncode == 0, errors
-    assert begun <= {folder.name for folder in tmp_path.glob("runs/results/*/*")}
-    assert len(list(tmp_path.glob("runs/results/*/*"))) == len(list((tmp_path / "out").glob("*.csv"))) == 3
 
 
 def test_an_interval_of_many_draws_is_that_of_the_normal_law(results: ModuleType) -> None:

@@ -457,6 +457,7 @@ def by_hand(name: str, cwd: Path, *flags: Any) -> list[Forked]:
     return ranks
 
 
+@pytest.mark.parametrize("name", ["ppo_atari", "ppo_continuous", "trpo", *TEXTS])  # the others by the same text
 def test_torchrun_trains_logs_once_and_resumes(name: str, tmp_path: Path) -> None:
     script = ROOT / f"{name}.py"
     result = torchrun(tmp_path, 2, script, *SMALL[name])
