@@ -723,7 +723,7 @@ def test_an_evaluation_is_the_judge_s_on_prompts_that_no_comparison_had(monkeypa
 @pytest.mark.detail("D5")
 def test_the_self_check_names_what_is_not_the_reference(tmp_path: Path, monkeypatch: Any) -> None:
     def shaky(_: Any, reference: Any) -> Any:
-        policy = copy.deepcopy(reference).train()
+        policy = copy.deepcopy(reference).requires_grad_(True).train()
         for module in policy.modules():
             if isinstance(module, torch.nn.Dropout):
                 module.p = 0.1
