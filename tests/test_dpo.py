@@ -746,6 +746,8 @@ def test_the_self_check_names_what_is_not_the_reference(tmp_path: Path, monkeypa
             patch.setattr(dpo, name, wrong)
             with pytest.raises(dpo.UsageError, match="self-check: (kl_ref|margin) is .* before the first update"):
                 dpo.train(arguments)
+    monkeypatch.setattr(dpo, "copied", lambda _, reference: moved(reference))
+    assert dpo.train(dataclasses.replace(arguments, self_check=False))["global_step"] == 512
 
 
 @pytest.mark.detail("D17")
