@@ -239,17 +239,15 @@ def test_strings_are_joined_and_the_prompt_ends_where_its_own_tokens_do(tmp_path
     vocabulary = {token: i for i, token in enumerate(["<end>", "a", "b", "c", "ab"])}
     core = Tokenizer(models.BPE(vocabulary, [("a", "b")]))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<end>")
-    rows = [("ca", "b", "c"), ("ca", "cb", "ca<end>")] * 5
+    rows = [("ca", "b", "c"), ("ca", "cb", "ca<end>"), ("ca", "c", "b")] * 4
     task = task_of_files(tmp_path, tokenizer, ["ca", "cb"], rows)
     first, second = task.comparisons[:2]
     assert first == ([3, 1], [3, 4, 0], [3, 1, 3, 0], 1.0)
     assert second == ([3, 1], [3, 1, 3, 2, 0], [3, 1, 3, 1, 0], 1.0)
-    pairs = dpo.pad_pairs([first, second], CPU)
-    kept = [
-        [row[which].tolist() for row, which in zip(*two, strict=True)]
-        for two in zip(pairs.tokens, pairs.answers, strict=True)
-    ]
-    assert kept == [[[4, 0], [1, 3, 0]], [[3, 2, 0], [3, 1, 0]]]
+    pairs = dpo.pad_pairs(task.comparisons[:3], CPU)
+    rows_of = zip(pairs.tokens, pairs.answers, strict=True)
+    kept = [[row[which].tolist() for row, which in zip(*two, strict=True)] for two in rows_of]
+    assert kept == [[[4, 0], [1, 3, 0]], [[3, 2, 0], [3, 1, 0]], [[1, 3, 0], [4, 0]]]
     whole = dpo.pad_pairs([dpo.Comparison([1], [4, 0], [1, 2, 0])], CPU)  # a joint at the very first token
     assert whole.answers.tolist() == [[[False, False, True], [False, True, True]]]
 
@@ -723,7 +721,7 @@ def test_an_evaluation_is_the_judge_s_on_prompts_that_no_comparison_had(monkeypa
 @pytest.mark.detail("D5")
 def test_the_self_check_names_what_is_not_the_reference(tmp_path: Path, monkeypatch: Any) -> None:
     def shaky(_: Any, reference: Any) -> Any:
-        policy = copy.deepcopy(reference).train()
+        policy = copy.deepcopy(reference).requires_grad_(True).train()
         for module in policy.modules():
             if isinstance(module, torch.nn.Dropout):
                 module.p = 0.1
@@ -748,6 +746,8 @@ def test_the_self_check_names_what_is_not_the_reference(tmp_path: Path, monkeypa
             patch.setattr(dpo, name, wrong)
             with pytest.raises(dpo.UsageError, match="self-check: (kl_ref|margin) is .* before the first update"):
                 dpo.train(arguments)
+    monkeypatch.setattr(dpo, "copied", lambda _, reference: moved(reference))
+    assert dpo.train(dataclasses.replace(arguments, self_check=False))["global_step"] == 512
 
 
 @pytest.mark.detail("D17")

@@ -127,7 +127,6 @@ OWN: dict[str, dict[str, Any]] = {
         "beta": 5.0,
         "label_smoothing": 0.2,
         "length_normalize": True,
-        "self_check": (False, {"temperature": 1e-9}),
         "eval_every": 1,
         "eval_episodes": 4,
     },
@@ -193,8 +192,18 @@ def test_the_defaults_are_the_published_ones(script: str) -> None:
     assert defaults == expected
 
 
-# What starts a run from elsewhere, or needs files; test_runs.py and test_rlhf_runs.py have tests for each.
-ELSEWHERE = {"resume", "evaluate", "vectorization", "model", "prompts", "preferences", "reward_model", "sft"}
+# What starts a run from elsewhere, needs files or an error; test_runs.py, test_rlhf_runs.py and test_dpo.py have tests.
+ELSEWHERE = {
+    "self_check",
+    "resume",
+    "evaluate",
+    "vectorization",
+    "model",
+    "prompts",
+    "preferences",
+    "reward_model",
+    "sft",
+}
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
