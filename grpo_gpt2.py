@@ -22,7 +22,7 @@
 
     python grpo_gpt2.py                                          the built-in task, whole, without a network
     python grpo_gpt2.py --task reverse                           answers are right or wrong: no reward model
-    python grpo_gpt2.py --baseline rloo --ratio response --loss-norm sequence            RLOO, as published
+    python grpo_gpt2.py --baseline rloo --loss-norm constant     RLOO
     python grpo_gpt2.py --model gpt2 --prompts prompts.jsonl --preferences pairs.jsonl
     python grpo_gpt2.py --resume runs/FOLDER                     go on after an interruption, exactly
     python grpo_gpt2.py --evaluate runs/FOLDER                   answer prompts with the saved policy
@@ -72,7 +72,6 @@ Pairs = list[tuple[list[int], list[int]]]  # (chosen, rejected)
 class Args:
     """GRPO and RLOO on a GPT-2. All that a run writes goes into one new folder under --run-dir."""
 
-    preset: Literal["default", "smoke"] = "default"  # smoke: the built-in task in about a minute, too short to learn
     task: Literal["opinions", "reverse"] = "opinions"  # built in: to be liked, or to write a string backwards
     model: str | None = None  # GPT-2 of the hub or a folder; without it a small new one learns the built-in task
     prompts: str | None = None  # JSONL with "prompt", or hf:dataset:split
@@ -94,7 +93,6 @@ class Args:
     scale: Literal["none", "group", "batch"] = (
         "none"  # divide advantages by a std; by group it favours one-sided prompts
     )
-    ratio: Literal["token", "sequence", "response"] = "token"  # clip π/π_old of tokens, of their mean log, or their sum
     loss_norm: Literal["token", "sequence", "constant"] = "token"  # mean of tokens, of responses' means, or sum / (B·R)
     num_minibatches: int = 4  # minibatches per epoch; divides the responses of each process
     micro_batch_size: int | None = None  # responses per forward pass, which only accumulates; default a minibatch
@@ -225,7 +223,7 @@ class Agent(nn.Module):
 
 
 def log_softmax(policy: Any, states: Tensor, temperature: float) -> Tensor:
-    """log π(·|s) [n, V] for states [n, d]: softmax(logits / T) and nothing else [R14] [R15]."""
+    """log π(·|s) [n, V] for states [n, d]: softmax(logits / T) and nothing else [R14] [R15] [G17]."""
     return (policy.lm_head(states).float() / temperature).log_softmax(-1)
 
 
@@ -270,7 +268,7 @@ def sample_responses(args: Args, policy: Any, prompts: Texts, eos: int) -> tuple
         require_finite(logp[:, 0], "a log-probability of the policy")
         step = torch.multinomial(logp.exp(), 1)
         tokens[rows, column] = step[:, 0]
-        mask[rows, column] = True
+        mask[rows, column] = True  # [G18] the end, too
         logprobs[rows, column - columns] = logp.gather(1, step)[:, 0]
         going = (step[:, 0] != eos).nonzero()[:, 0]
         if len(going) < len(rows):  # who has ended leaves the batch
@@ -303,9 +301,10 @@ def preference_loss(chosen: Tensor, rejected: Tensor) -> Tensor:
 
 
 def group_advantages(returns: Tensor, group_size: int, baseline: str, scale: str) -> Tensor:
-    """Each return [B] less the baseline of its group [G2], and divided by a biased std if asked [G3]; [B].
+    """Returns [B] less the baseline of their group [G2], divided by a biased std if asked [G3], in RLOO never [L4]; [B].
 
-    The mean of the others [L1] makes the gradient unbiased; that of all shortens it by (G - 1) / G [G7], no more.
+    The mean of the others [L1], of at least one [L5] [G6], makes the gradient unbiased; that of all shortens it by
+    (G - 1) / G [G7], no more.
     """
     groups = returns.view(-1, group_size)
     advantages = groups - groups.mean(1, keepdim=True)
@@ -374,7 +373,7 @@ def rollout(
     logratio = tokens["logprobs"] - tokens["ref_logprobs"]  # the KL's estimators k1, k2, k3: means over samples of π
     raw_scores = score(responses)
     require_finite(raw_scores, "a score of the reward model")
-    scores = torch.where(responses.ended, raw_scores, raw_scores - args.missing_eos_penalty)  # [R17]
+    scores = torch.where(responses.ended, raw_scores, raw_scores - args.missing_eos_penalty)  # [R17] [G19]
     returns = scores - args.beta * logratio.sum(1) if args.kl_in == "reward" else scores  # [L2] before any baseline
     per_token = {name: tokens[name] for name in ("logprobs", "ref_logprobs")}
     figures = {
@@ -406,17 +405,6 @@ def clipped_surrogate(
     return -torch.min(ratio * advantages, clipped * advantages)
 
 
-def spread_logratio(logratio: Tensor, real: Tensor, ratio: str) -> Tensor:
-    """log(π/π_old) [n] of the real tokens: each its own [G8], or of its response the mean [G9] or the sum [L3]; [n]."""
-    if ratio == "token":
-        return logratio
-    row = real.nonzero()[:, 0]
-    shared = logratio.new_zeros(len(real)).index_add(0, row, logratio)
-    if ratio == "sequence":
-        shared = shared / real.sum(1)
-    return shared[row]
-
-
 def kl_penalty(logratio: Tensor, ref_logratio: Tensor, gradient: str) -> Tensor:
     """k3 of log(π/π_ref) [n], with the gradient of KL(π_ref‖π); times π/π_old with that of KL(π‖π_ref) [G15]; [n].
 
@@ -429,7 +417,8 @@ def kl_penalty(logratio: Tensor, ref_logratio: Tensor, gradient: str) -> Tensor:
 def token_weights(real: Tensor, tokens: Tensor, loss_norm: str, response_length: int) -> Tensor:
     """What each token of a minibatch counts in a mean over its tokens [G13], so many a process; real [B, R]; [B, R].
 
-    The same in micro-batches, processes and wider padding [G14]. Groups of equal returns count, too [G5].
+    By a constant, a response moves along the gradient of its log-probability, the sum over its tokens [L3]. The same in
+    micro-batches, processes and wider padding [G14]. Groups of equal returns count, too [G5].
     """
     if loss_norm == "token":
         return real.float()
@@ -447,14 +436,13 @@ def grpo_loss(
     old = {name: x[:, : real.shape[1]][real] for name, x in per_token.items()}  # [n]
     states = agent(responses)
     new_logprobs, entropy = token_logprobs(agent.policy, states[real], responses.actions[real], args.temperature)
-    logratio = new_logprobs - old["logprobs"]
-    spread = spread_logratio(logratio, real, args.ratio)
-    losses = clipped_surrogate(spread, old["advantages"], args.clip_low, args.clip_high, args.max_ratio)
+    logratio = new_logprobs - old["logprobs"]  # [G8] both by the same network
+    losses = clipped_surrogate(logratio, old["advantages"], args.clip_low, args.clip_high, args.max_ratio)
     if args.kl_in == "loss":
         ref_logratio = new_logprobs - old["ref_logprobs"]
         losses = losses + args.beta * kl_penalty(logratio, ref_logratio, args.kl_gradient)
     loss = (losses * old["weights"]).mean()
-    change = spread.expm1()
+    change = logratio.expm1()
     low, high = change < -args.clip_low, change > args.clip_high
     stats = {
         "losses/policy_loss": loss,
@@ -542,7 +530,7 @@ def train(args: Args) -> dict[str, float]:
         run.report(0, *measure(args, task, answer))
 
     for iteration in range(run.first, run.last):
-        reseed(args.seed, iteration)
+        reseed(args.seed, iteration)  # [G30]
         if args.anneal_lr:
             optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - iteration / run.last)  # [4]
 
@@ -560,8 +548,8 @@ def train(args: Args) -> dict[str, float]:
 
         # Log and save
         metrics = summarize(args, answered, history)
-        lengths = answered.figures["charts/episodic_length"]
-        metrics["charts/length_gain"] = global_mean((advantages * lengths).mean())  # [G27] above 0 where long ones win
+        gains = advantages * answered.figures["charts/episodic_length"]
+        metrics["charts/length_gain"] = global_mean(gains.mean())  # [G27] above 0 where long ones win
         if iteration + 1 == run.last or (iteration + 1) % run.eval_every == 0:
             run.report(iteration + 1, *measure(args, task, answer))
         run.end_iteration(metrics)
@@ -702,21 +690,6 @@ def backwards(text: str, ended: bool) -> float:
     return float(ended and answer.split() == letters.split()[::-1])
 
 
-def reversal_task(args: Args) -> Task:
-    """Strings to be written backwards. Texts to imitate have two letters in five drawn anew, so that π_ref errs."""
-    tokenizer = word_tokenizer([*LETTERS, "="])
-    ids = tokenizer.get_vocab()
-    rng = random.Random(args.seed)
-    strings = {tuple(rng.choices(LETTERS, k=rng.randint(3, 4))) for _ in range(2_000)}
-    prompts = [[ids[letter] for letter in (*string, "=")] for string in sorted(strings)]
-    rng.shuffle(prompts)
-    texts = []
-    for prompt in rng.choices(prompts[64:], k=args.sft_size):
-        answer = [rng.choice(prompt[:-1]) if rng.random() < 0.4 else letter for letter in prompt[-2::-1]]
-        texts.append([*prompt, *answer, tokenizer.eos_token_id])
-    return Task(tokenizer, prompts[64:], prompts[:64], texts, [], backwards)
-
-
 def encode(args: Args, tokenizer: Any, cut: list[str], prompt: str, response: str = "") -> list[int]:
     """Tokens of prompt and response, whose strings are joined first [R6]: at most --prompt-length of the prompt's end
     [R2], and of the response's beginning what fits. A prompt of which not all is kept is added to `cut`."""
@@ -759,7 +732,7 @@ def normalize_reward(args: Args, task: Task, reference: Any, model: Any) -> None
 
 
 NETWORK: dict[str, Any] = {  # of every model
-    "resid_pdrop": 0.0,  # [R18] with dropout no ratio would be 1 before the first update
+    "resid_pdrop": 0.0,  # [R18] [G20] with dropout no ratio would be 1 before the first update
     "embd_pdrop": 0.0,
     "attn_pdrop": 0.0,
     "attn_implementation": "sdpa",
@@ -780,14 +753,6 @@ MAY_CHANGE = set(  # with --resume
     """model prompts preferences reward_model sft total_episodes device cuda checkpoint_every eval_every run_dir resume
     evaluate eval_episodes self_check min_accuracy track wandb_project_name wandb_entity""".split()
 )
-SMOKE: dict[str, Any] = {
-    "sft_size": 4_000,
-    "num_pairs": 1_000,
-    "total_episodes": 512,
-    "batch_size": 64,
-    "eval_episodes": 64,
-    "min_accuracy": 0.5,
-}
 
 
 class UsageError(Exception):
@@ -903,6 +868,21 @@ def load_task(args: Args, device: torch.device) -> tuple[Task, Any]:
         policy = transformers.GPT2LMHeadModel._from_config(config)
     check_room(args, policy)
     return task, policy.to(device)
+
+
+def reversal_task(args: Args) -> Task:
+    """Strings to be written backwards. Texts to imitate have two letters in five drawn anew, so that π_ref errs."""
+    tokenizer = word_tokenizer([*LETTERS, "="])
+    ids = tokenizer.get_vocab()
+    rng = random.Random(args.seed)
+    strings = {tuple(rng.choices(LETTERS, k=rng.randint(3, 4))) for _ in range(2_000)}
+    prompts = [[ids[letter] for letter in (*string, "=")] for string in sorted(strings)]
+    rng.shuffle(prompts)
+    texts = []
+    for prompt in rng.choices(prompts[64:], k=args.sft_size):
+        answer = [rng.choice(prompt[:-1]) if rng.random() < 0.4 else letter for letter in prompt[-2::-1]]
+        texts.append([*prompt, *answer, tokenizer.eos_token_id])
+    return Task(tokenizer, prompts[64:], prompts[:64], texts, [], backwards)
 
 
 def check_room(args: Args, policy: Any) -> None:
@@ -1505,12 +1485,10 @@ def evaluate(args: Args) -> dict[str, float]:
 
 
 def parse_args(argv: list[str] | None = None) -> Args:
-    """The command line; a preset, or with --resume or --evaluate the flags of that run, give the defaults."""
+    """The command line; with --resume or --evaluate, the flags of that run are the defaults."""
     args = tyro.cli(Args, args=argv)
     folder = args.resume or args.evaluate
     if not folder:
-        if args.preset == "smoke":
-            args = tyro.cli(Args, args=argv, default=Args(**SMOKE))
         return args
     saved = load_checkpoint(folder)["args"]
     args = tyro.cli(Args, args=argv, default=saved)
