@@ -90,9 +90,7 @@ class Args:
     batch_size: int = 128  # responses per iteration, over all processes
     group_size: int = 8  # responses to one prompt (G)
     baseline: Literal["mean", "rloo"] = "mean"  # mean return of the group, or of the others in it
-    scale: Literal["none", "group", "batch"] = (
-        "none"  # divide advantages by a std; by group it favours one-sided prompts
-    )
+    scale: Literal["none", "group", "batch"] = "none"  # divide advantages by a std; a group's favours extreme prompts
     loss_norm: Literal["token", "sequence", "constant"] = "token"  # mean of tokens, of responses' means, or sum / (B·R)
     num_minibatches: int = 4  # minibatches per epoch; divides the responses of each process
     micro_batch_size: int | None = None  # responses per forward pass, which only accumulates; default a minibatch
@@ -301,7 +299,7 @@ def preference_loss(chosen: Tensor, rejected: Tensor) -> Tensor:
 
 
 def group_advantages(returns: Tensor, group_size: int, baseline: str, scale: str) -> Tensor:
-    """Returns [B] less the baseline of their group [G2], divided by a biased std if asked [G3], in RLOO never [L4]; [B].
+    """Returns [B] less the baseline of their group [G2], divided by a biased std if asked [G3], in RLOO never [L4].
 
     The mean of the others [L1], of at least one [L5] [G6], makes the gradient unbiased; that of all shortens it by
     (G - 1) / G [G7], no more.
@@ -747,7 +745,7 @@ RANK = int(os.environ.get("RANK", 0))  # of this process, as torchrun says
 LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))  # on this machine
 WORLD = int(os.environ.get("WORLD_SIZE", 1))  # number of processes
 POSITIVE = """prompt_length response_length temperature sft_size num_pairs fit_batch_size batch_size num_minibatches
-    micro_batch_size inner_steps adam_eps max_grad_norm target_kl eval_episodes""".split()
+    micro_batch_size inner_steps max_ratio adam_eps max_grad_norm target_kl eval_episodes""".split()
 FRACTIONS = "clip_low min_accuracy".split()
 MAY_CHANGE = set(  # with --resume
     """model prompts preferences reward_model sft total_episodes device cuda checkpoint_every eval_every run_dir resume
@@ -871,7 +869,7 @@ def load_task(args: Args, device: torch.device) -> tuple[Task, Any]:
 
 
 def reversal_task(args: Args) -> Task:
-    """Strings to be written backwards. Texts to imitate have two letters in five drawn anew, so that π_ref errs."""
+    """Strings to be written backwards. Texts to imitate have half of the letters drawn anew, so that π_ref errs."""
     tokenizer = word_tokenizer([*LETTERS, "="])
     ids = tokenizer.get_vocab()
     rng = random.Random(args.seed)
@@ -880,7 +878,7 @@ def reversal_task(args: Args) -> Task:
     rng.shuffle(prompts)
     texts = []
     for prompt in rng.choices(prompts[64:], k=args.sft_size):
-        answer = [rng.choice(prompt[:-1]) if rng.random() < 0.4 else letter for letter in prompt[-2::-1]]
+        answer = [rng.choice(prompt[:-1]) if rng.random() < 0.5 else letter for letter in prompt[-2::-1]]
         texts.append([*prompt, *answer, tokenizer.eos_token_id])
     return Task(tokenizer, prompts[64:], prompts[:64], texts, [], backwards)
 

@@ -16,7 +16,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from conftest import BOXES, BUDGET, CHOICES, CONTROL, ENVS, GAUSSIAN, MODULES, ROOT, counting, scalars
+from conftest import BOXES, BUDGET, CHOICES, CONTROL, ENVS, GAUSSIAN, MODULES, ROOT, TEXTS, counting, scalars
 from tensorboard.summary.writer.record_writer import RecordWriter
 from torch.distributions import Categorical, Independent, Normal, kl_divergence
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -1025,7 +1025,7 @@ def test_no_float64_reaches_the_device(name: str, small_args, monkeypatch) -> No
     """Which Apple's GPUs do not have; the simulator's observations and the statistics are of that type."""
     module = MODULES[name]
     changes: dict[str, Any] = {"total_timesteps": 128}
-    if name == "rlhf_ppo_gpt2":
+    if name in TEXTS:
         changes = {"batch_size": 16, "total_episodes": 16, "sft_size": 32, "num_pairs": 20, "fit_batch_size": 16}
     else:  # figures and statistics stay on the CPU
         monkeypatch.setattr(module.Run, "end_iteration", unwatched(module.Run.end_iteration))
@@ -1041,9 +1041,11 @@ def test_no_float64_reaches_the_device(name: str, small_args, monkeypatch) -> No
 def test_one_sample_is_a_batch(name: str, small_args, recwarn: Any) -> None:
     """Explained variance does not exist then, and says so without a warning."""
     module = MODULES[name]
-    small = {"batch_size": 1, "response_length": 1, "total_episodes": 4} if name == "rlhf_ppo_gpt2" else {}
+    small = {"batch_size": 1, "response_length": 1, "total_episodes": 4} if name in TEXTS else {}
+    if name == "grpo_gpt2":
+        small |= {"batch_size": 2, "group_size": 2}  # the smallest group
     args = small_args(module, num_minibatches=1, **(small or {"num_envs": 1, "num_steps": 1, "total_timesteps": 4}))
-    assert math.isfinite(module.train(args)["losses/value_loss"])
+    assert math.isfinite(module.train(args)["losses/policy_loss"])
     assert not [w for w in recwarn if "degrees of freedom" in str(w.message)]
 
 
@@ -1051,7 +1053,7 @@ def begun(module: Any, args: Any) -> Any:
     """A run of two weights, without anything that trains them."""
     network = torch.nn.Linear(1, 1)
     parts = {"agent": network, "optimizer": torch.optim.Adam(network.parameters())}
-    if module.__name__ != "rlhf_ppo_gpt2":
+    if module.__name__ not in TEXTS:
         return module.Run(args, **parts)
     run = module.Run(args, torch.device("cpu"), None)
     run.begin(**parts)
@@ -1095,7 +1097,7 @@ def test_scores_are_those_of_the_last_100_and_a_folder_in_use_is_not_waited_for(
     run.scores.extend(range(300))
     assert list(run.scores) == list(range(200, 300)) and run.lock.timeout == 0
     run.metrics = {}
-    assert name == "rlhf_ppo_gpt2" or run.finish() == {"episodic_return": 249.5}
+    assert name in TEXTS or run.finish() == {"episodic_return": 249.5}
     run.close()
 
 

@@ -24,10 +24,12 @@ from conftest import (
     CHOICES,
     CONTROL,
     ENVS,
+    EPOCHS,
     MODULES,
     PPO,
     ROOT,
     SMALL,
+    TEXTS,
     Forked,
     command,
     counting,
@@ -79,13 +81,16 @@ def assert_same_run(a: Path, b: Path) -> None:
 def assert_nothing_lost(folder: Path, total: int) -> None:
     """The run has reached its end, and every iteration is logged once."""
     assert checkpoint(folder)["iteration"] == total // 128
-    for tag in ("losses/value_loss", "charts/SPS"):
+    for tag in ("losses/policy_loss", "charts/SPS"):
         assert [step for step, _ in scalars(folder)[tag]] == list(range(128, total + 1, 128)), tag
     episodes = [step for step, _ in scalars(folder).get("charts/episodic_return", [])]
     assert episodes == sorted(set(episodes))
 
 
-TOTAL = {"ppo_atari": 1280, "rlhf_ppo_gpt2": 1920}  # steps of a run long enough to be stopped half-way; others: 6,400
+TOTAL = {
+    "ppo_atari": 1280,
+    **dict.fromkeys(TEXTS, 1920),
+}  # steps of a run that can be stopped half-way; others: 6,400
 
 
 def launch(name: str, cwd: Path, *flags: Any, session: bool = False) -> Forked:
@@ -136,7 +141,7 @@ def test_a_run_killed_and_resumed_equals_one_left_alone(name: str, tmp_path: Pat
     assert_nothing_lost(folder, total)
     alone = run_small(name, *long_enough(name), cwd=tmp_path)
     assert_same_run(folder, alone)
-    assert name == "rlhf_ppo_gpt2" or len(scalars(alone)["charts/episodic_return"]) > total // 128
+    assert name in TEXTS or len(scalars(alone)["charts/episodic_return"]) > total // 128
     again = run(name, "--resume", folder, cwd=tmp_path)
     assert again.returncode == 2 and f"{BUDGET[name]} must be at least" in again.stderr
     assert_same_run(folder, alone)
@@ -149,7 +154,7 @@ def test_an_interrupted_run_is_saved_and_goes_on(name: str, tmp_path: Path, sign
     assert status == 130 and 3 <= iteration < TOTAL.get(name, 6400) // 128
     assert "interrupted" in output and "Traceback" not in output
     assert f"{folder} (not finished: --resume goes on from step {iteration * 128:,})" in output
-    assert len(scalars(folder)["losses/value_loss"]) == iteration and not list(folder.glob("*.tmp"))
+    assert len(scalars(folder)["losses/policy_loss"]) == iteration and not list(folder.glob("*.tmp"))
     played = run(name, "--evaluate", folder, "--eval-episodes", 1, cwd=tmp_path)
     assert played.returncode == 0, played.stderr
     resumed = run(name, "--resume", folder, cwd=tmp_path)
@@ -159,8 +164,8 @@ def test_an_interrupted_run_is_saved_and_goes_on(name: str, tmp_path: Path, sign
 
 @pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGINT], ids=lambda s: s.name)
 def test_a_second_interrupt_leaves_at_once(name: str, tmp_path: Path, sign: signal.Signals) -> None:
-    process = launch(name, tmp_path, "--update-epochs", 10**6)  # an iteration that would not end
-    training = "\nstep 0: " if name == "rlhf_ppo_gpt2" else "saved every"
+    process = launch(name, tmp_path, EPOCHS[name], 10**6)  # an iteration that would not end
+    training = "\nstep 0: " if name in TEXTS else "saved every"
     wait_for(process, lambda: training in process.text())
     time.sleep(0.5)
     for _ in range(2):
@@ -233,7 +238,7 @@ def test_the_same_seed_gives_the_same_weights_and_another_seed_others(name: str,
     assert_same_run(one, two)
     weights = [checkpoint(folder)["agent"] for folder in (one, three)]
     assert any(not torch.equal(weights[0][k], weights[1][k]) for k in weights[0])
-    steps = [step for step, _ in scalars(one)["losses/value_loss"]]
+    steps = [step for step, _ in scalars(one)["losses/policy_loss"]]
     assert steps == [128, 256, 384, 512] and checkpoint(one)["iteration"] == 4
 
 
@@ -286,6 +291,17 @@ RLHF_BAD = [
     (["--sft", "x"], "--sft needs --model"),
     (["--model", "m", "--prompts", "hf:imdb:train", "--preferences", "y"], "pip install datasets"),
 ]
+GRPO_BAD = [
+    (["--group-size", "1"], "--group-size 1 leaves nothing to compare"),
+    (["--group-size", "0"], "--group-size"),
+    (["--group-size", "3"], "must be a multiple of the 1 processes times --group-size 3"),
+    (["--inner-steps", "0"], "--inner-steps"),
+    (["--clip-low", "1.5"], "--clip-low"),
+    (["--clip-high", "-1"], "--clip-high"),
+    (["--max-ratio", "0"], "--max-ratio"),
+    (["--task", "reverse", "--model", "gpt2", "--prompts", "x", "--preferences", "y"], "--task reverse"),
+]
+NOT_IN_GRPO = {"--gamma", "--gae-lambda", "--vf-coef", "--update-epochs", "--kl-target", "--kl-horizon"}
 ATARI_BAD = [
     (["--sticky-actions", "2"], "--sticky-actions"),
     (["--max-episode-frames", "4"], "--max-episode-frames"),
@@ -299,8 +315,10 @@ def test_bad_input_is_one_sentence_status_2_and_nothing_written(name: str, tmp_p
     module = MODULES[name]
     monkeypatch.chdir(tmp_path)
     cases = BAD + [([BUDGET[name], number], BUDGET[name]) for number in ("100", "0", "nan")]
-    cases += RLHF_BAD if name == "rlhf_ppo_gpt2" else CONTROL_BAD
+    cases += RLHF_BAD if name in TEXTS else CONTROL_BAD
     cases += (PPO_BAD if name != "trpo" else []) + (ATARI_BAD if name == "ppo_atari" else [])
+    if name == "grpo_gpt2":
+        cases = [case for case in cases if case[0][0] not in NOT_IN_GRPO] + GRPO_BAD
     if name in ENVS:
         cases += [(["--env-id", f"{space}Thing-v0"], "module:Id-v0") for space in ("", "nowhere/")]
     if name == "ppo_penalty":
@@ -375,7 +393,7 @@ def test_a_start_prints_no_warnings_and_the_folder_first_and_last(name: str, tmp
     assert "step 0 to 512 of 512 by 128, saved every" in result.stdout and "Ctrl-C" in result.stdout
     progress = [re.match(r"step ([\d,]+), ", line) for line in lines]
     assert [match[1] for match in progress if match] == ["128", "256", "384", "512"]
-    models = ["policy", "reward_model", "sft"] if name == "rlhf_ppo_gpt2" else []
+    models = ["policy", "reward_model", "sft"] if name in TEXTS else []
     files = {path.name.split(".")[0] for path in folder.iterdir()} - {"lock"}
     assert files == {"args", "checkpoint", "events", *models}
     assert json.loads((folder / "args.json").read_text())["seed"] == 1
@@ -460,7 +478,7 @@ def test_resume_refuses_what_would_make_another_run_and_takes_the_rest(name: str
         rate = MODULES[name].Args.learning_rate
         assert f"learning rate {rate / 4:.2g} when it was saved, {rate / 3:.2g} now" in longer.stdout
     assert checkpoint(folder)["iteration"] == 6
-    assert [step for step, _ in scalars(folder)["losses/value_loss"]] == list(range(128, 769, 128))
+    assert [step for step, _ in scalars(folder)["losses/policy_loss"]] == list(range(128, 769, 128))
 
 
 def torn(path: Path) -> None:
