@@ -91,7 +91,7 @@ class Args:
     group_size: int = 8  # responses to one prompt (G)
     baseline: Literal["mean", "rloo"] = "mean"  # mean return of the group, or of the others in it
     scale: Literal["none", "group", "batch"] = "none"  # divide advantages by a std; a group's favours extreme prompts
-    loss_norm: Literal["token", "sequence", "constant"] = "token"  # mean of tokens, of responses' means, or sum / (B·R)
+    loss_norm: Literal["token", "sequence", "constant"] = "token"  # mean of tokens, of responses' means, or sum / (B R)
     num_minibatches: int = 4  # minibatches per epoch; divides the responses of each process
     micro_batch_size: int | None = None  # responses per forward pass, which only accumulates; default a minibatch
     inner_steps: int = 4  # epochs per iteration (μ); with one step in all the loss is 0 and the clip idle
@@ -463,7 +463,7 @@ def update(
 ) -> list[dict[str, Tensor]]:
     """μ epochs over the responses [R26]; returns the debug variables of each minibatch."""
     history = []
-    per_token = per_token | {"weights": torch.zeros_like(responses.real, dtype=torch.float)}
+    per_token = per_token | {"weights": responses.real.float()}
     for index in minibatches(len(responses.tokens), args.num_minibatches, args.inner_steps, responses.tokens.device):
         tokens = global_mean(responses.real[index].sum().float())  # so that each counts the same, wherever it is
         weights = token_weights(responses.real[index], tokens, args.loss_norm, args.response_length)

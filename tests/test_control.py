@@ -1070,7 +1070,7 @@ def test_each_metric_out_of_its_healthy_range_is_said_once_and_not_in_the_beginn
     run = begun(module, args)
     run.start_time = time.time() - 1000
     run.first = 2  # as if the run had gone on from there
-    others = dict.fromkeys(("charts/proxy", "charts/beta", "charts/episodic_return"), 0.0)
+    others = dict.fromkeys(("charts/proxy", "charts/beta", "charts/dead_groups", "charts/episodic_return"), 0.0)
     expected = []
     for iteration in range(1, 13 + len(module.HEALTHY)):
         metrics = dict(others)
@@ -1118,7 +1118,8 @@ def test_the_log_on_disk_has_all_that_a_checkpoint_has(name: str, small_args, mo
     monkeypatch.setattr(RecordWriter, "write", write_slowly)
     monkeypatch.setattr(torch, "save", look_and_save)
     run = begun(module, small_args(module, checkpoint_every=1))
-    tags = {tag for tag, *_ in module.HEALTHY} | {"charts/proxy", "charts/beta", "charts/episodic_return", "kl/ref"}
+    tags = {tag for tag, *_ in module.HEALTHY} | {"charts/proxy", "charts/beta", "charts/dead_groups"}
+    tags |= {"charts/episodic_return", "kl/ref"}
     run.end_iteration(dict.fromkeys(sorted(tags), 0.5))
     run.close()
     assert on_disk[-1] == tags | {"charts/learning_rate", "charts/SPS"}
