@@ -81,7 +81,7 @@ class Args:
     anneal_clip: bool = False  # bring the clip range linearly to 0, as the step size
     clip_vloss: bool = True  # clip the value loss with the same ε
     ent_coef: float = 0.01  # entropy coefficient c2
-    vf_coef: float = 0.5  # value loss coefficient c1
+    vf_coef: float = 0.5  # value loss coefficient; c1 of eq. 9 is half of it, as L^VF here is half the square
     max_grad_norm: float = 0.5  # largest global L2 norm of the gradient
     target_kl: float | None = None  # end an iteration's epochs once approximate KL passes 1.5 times this (nats)
     seed: int = 1  # seed of every generator

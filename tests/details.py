@@ -10,7 +10,7 @@ from pathlib import Path
 from mutations import MUTANTS
 
 ROOT = Path(__file__).parents[1]
-MARK = re.compile(r"\[([RS]?\d+|LSTM-[a-m])\]")
+MARK = re.compile(r"\[([RSGLD]?\d+|LSTM-[a-m])\]")
 PPO = {
     "1": "N environments step together; segments of fixed length go on where the last one ended",
     "2": "Orthogonal weights (gain √2, 0.01 for the policy, 1 for the value), zero biases",
@@ -116,7 +116,30 @@ RLHF = {
     "R30": "Metrics as means under the mask; samples shown",
     "R31": "Evaluated by a judge other than the reward model, and against KL",
 }
-CATALOGUE = PPO | LSTM | TRPO | PENALTY | RLHF
+DPO = {
+    "D1": "Loss -log σ(β·h) of h = log π/π_ref(chosen) - log π/π_ref(rejected), by logsigmoid",
+    "D2": "A log-probability is the sum over the answer's tokens with the end, without prompt and padding",
+    "D3": "Tokens and mask shifted together: each token has its probability from the state before it",
+    "D4": "The reference is frozen and another object than the policy",
+    "D5": "At the start every margin is 0 and the loss ln 2, which a self-check sees to",
+    "D6": "β is 0.1",
+    "D7": "Label smoothing: conservative, and robust without bias",
+    "D8": "IPO: (h - 1/2β)², h of sums over tokens unless --length-normalize",
+    "D10": "Log-ratios divided by the answers' lengths, by flag",
+    "D11": "Both texts of a pair begin with the same prompt tokens",
+    "D12": "Strings joined, then tokenised; the prompt's own length is its mask",
+    "D13": "A prompt keeps its end, and no answer is empty",
+    "D14": "Chosen and rejected in one pass score as in two",
+    "D15": "Logarithms in float32",
+    "D16": "Reference log-probabilities made once, equal to fresh ones",
+    "D17": "Rewards of chosen and rejected answers logged apart; chosen ones usually fall, too",
+    "D18": "A margin above 10 of rewards β·h is said: hard labels ask for more of it without end",
+    "D19": "One pass, a small step size that rises first and then falls",
+    "D20": "Hard labels have no finite optimum, soft ones π_ref·exp(r/β)",
+    "D21": "Judged by samples: gold and the KL to the reference",
+    "D22": "Log-probabilities of π_ref for what was compared are logged at the start",
+}
+CATALOGUE = PPO | LSTM | TRPO | PENALTY | RLHF | DPO
 NOT_DONE: dict[str, str] = {}  # number -> why no script has it
 ELEMENTS = {  # what has a name instead of a number: script and functions
     "TRPO-surrogate": ("trpo", "surrogate", "update_policy"),
@@ -143,26 +166,32 @@ SHORT = {
     "ppo_penalty": "penalty",
     "trpo": "trpo",
     "rlhf_ppo_gpt2": "rlhf",
+    "dpo_gpt2": "dpo",
 }
 DIFFERENT = """## What differs from the code that people copy
 
 - A time limit bootstraps from the true last observation (`--no-bootstrap-truncated` counts it as death, as
-  published); the reward scale starts anew with each episode.
+  published). The discounted return that rewards are scaled by starts anew with each episode; its spread is of all.
 - Every stored row is a real transition: environments restart within the step, and the last observation is kept apart.
-- In Atari a lost life ends the episode for learning but never the game; scores are of whole games.
 - The value loss is clipped [9] in `ppo_continuous.py`, `ppo_discrete.py`, `ppo_lstm.py`, `ppo_atari.py` and
   `rlhf_ppo_gpt2.py` only; `ppo_penalty.py` and `trpo.py` have the plain squared error.
 - Losses are means over all minibatches, not those of the last one. `--target-kl` stops before the step that would go
   on.
-- Advantages are divided by the biased standard deviation, so that a minibatch of one is no NaN.
+- Advantages are divided by the biased standard deviation, so that a minibatch of one is no NaN. TRPO, which has no
+  minibatches of them, normalises those of the whole batch.
 - TRPO accepts a step only if the surrogate improves and the mean KL(old‖new) over the whole batch is within δ;
-  otherwise the old parameters come back bit for bit.
+  otherwise the old parameters come back bit for bit. Damping makes steps shorter than δ asks: over a million steps of
+  HalfCheetah, Hopper and Walker2d the mean KL of an update was 0.74 to 0.89 of it. SB3-contrib's KL is a mean over the
+  action components, too: at the same δ its steps are those of a δ as many times larger as there are components.
 - RLHF: padding is known from lengths and never from token equality, so texts may hold the end token; GPT-2's dropout
   is off; sampling is the whole softmax; the penalty for a missing end is subtracted from the score (published code
   replaces the score); rewards are not whitened unless `--whiten-rewards` asks for it, as a kept mean rewards length.
-- The emulator presses FIRE first and then plays 0 to 29 no-ops, its own reading of details 14 and 17: the agent takes
-  over at different moments, but the first ball of every game of Breakout flies the same way. After a lost life one
-  FIRE goes before the agent's next step, and the stack of frames goes on.
+- DPO: a token that spans the joint of prompt and answer belongs to the answer, in both texts of a pair; IPO takes sums
+  over tokens as eq. 7 does (some libraries take means: `--length-normalize`); pairs of equal answers are left out.
+- The emulator presses FIRE first and then plays no-ops, 0 to 28 of them (29 in games without FIRE), its own reading
+  of details 14 and 17: the agent takes over at different moments, but the first ball of every game of Breakout flies
+  the same way. A new game's stack begins with black frames. After a lost life one FIRE goes before the agent's next
+  step, and the stack of frames goes on.
 """
 
 
@@ -278,6 +307,12 @@ Numbers as in Huang et al. 2022, "The 37 Implementation Details of Proximal Poli
 After Huang et al. 2023, "The N Implementation Details of RLHF with PPO", and its sequel on summaries of 2024.
 
 {table(RLHF, where, claims)}
+
+## DPO
+
+After arXiv:2305.18290, 2310.12036 (IPO) and 2403.00409 (robust labels); D9 is not used.
+
+{table(DPO, where, claims)}
 """
 
 

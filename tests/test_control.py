@@ -1042,9 +1042,12 @@ def test_one_sample_is_a_batch(name: str, small_args, recwarn: Any) -> None:
     """Explained variance does not exist then, and says so without a warning."""
     module = MODULES[name]
     small = {"batch_size": 1, "response_length": 1, "total_episodes": 4} if name in TEXTS else {}
+    small |= {} if name == "dpo_gpt2" else {"num_minibatches": 1}
     if name == "grpo_gpt2":
         small |= {"batch_size": 2, "group_size": 2}  # the smallest group
-    args = small_args(module, num_minibatches=1, **(small or {"num_envs": 1, "num_steps": 1, "total_timesteps": 4}))
+    args = small_args(
+        module, **{"num_envs": 1, "num_steps": 1, "total_timesteps": 4} if name in CONTROL else {}, **small
+    )
     assert math.isfinite(module.train(args)["losses/policy_loss"])
     assert not [w for w in recwarn if "degrees of freedom" in str(w.message)]
 
@@ -1060,6 +1063,10 @@ def begun(module: Any, args: Any) -> Any:
     return run
 
 
+SHOWN = {"charts/proxy", "charts/beta", "charts/episodic_return", "kl/ref"}  # what the bar says
+SHOWN |= {"losses/policy_loss", "rewards/accuracy", "rewards/margin", "charts/dead_groups"}
+
+
 @pytest.mark.parametrize("side", ["below", "above"])
 def test_each_metric_out_of_its_healthy_range_is_said_once_and_not_in_the_beginning(
     name: str, small_args, capsys, side: str
@@ -1070,7 +1077,7 @@ def test_each_metric_out_of_its_healthy_range_is_said_once_and_not_in_the_beginn
     run = begun(module, args)
     run.start_time = time.time() - 1000
     run.first = 2  # as if the run had gone on from there
-    others = dict.fromkeys(("charts/proxy", "charts/beta", "charts/dead_groups", "charts/episodic_return"), 0.0)
+    others = dict.fromkeys(SHOWN, 0.0)
     expected = []
     for iteration in range(1, 13 + len(module.HEALTHY)):
         metrics = dict(others)
@@ -1118,8 +1125,7 @@ def test_the_log_on_disk_has_all_that_a_checkpoint_has(name: str, small_args, mo
     monkeypatch.setattr(RecordWriter, "write", write_slowly)
     monkeypatch.setattr(torch, "save", look_and_save)
     run = begun(module, small_args(module, checkpoint_every=1))
-    tags = {tag for tag, *_ in module.HEALTHY} | {"charts/proxy", "charts/beta", "charts/dead_groups"}
-    tags |= {"charts/episodic_return", "kl/ref"}
+    tags = {tag for tag, *_ in module.HEALTHY} | SHOWN
     run.end_iteration(dict.fromkeys(sorted(tags), 0.5))
     run.close()
     assert on_disk[-1] == tags | {"charts/learning_rate", "charts/SPS"}

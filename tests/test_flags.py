@@ -112,6 +112,27 @@ OWN: dict[str, dict[str, Any]] = {
         "eval_episodes": 4,
         "target_kl": 1e-12,
     },
+    "dpo_gpt2": {
+        "prompt_length": 4,
+        "response_length": 3,
+        "temperature": 0.5,
+        "sft_size": 96,
+        "sft_learning_rate": 0.1,
+        "num_pairs": 60,
+        "soft_labels": True,
+        "fit_batch_size": 16,
+        "total_episodes": 384,
+        "batch_size": 64,
+        "micro_batch_size": 3,
+        "warmup": 1.0,
+        "loss": "ipo",
+        "beta": 5.0,
+        "label_smoothing": 0.2,
+        "length_normalize": True,
+        "self_check": (False, {"temperature": 1e-9}),
+        "eval_every": 1,
+        "eval_episodes": 4,
+    },
 }
 OWN["grpo_gpt2"] = {k: v for k, v in OWN["rlhf_ppo_gpt2"].items() if k not in VALUES} | {
     "task": "reverse",
@@ -169,6 +190,13 @@ PUBLISHED: dict[
     | {"value_model": "separate", "whiten_rewards": False, "missing_eos_penalty": 1.0, "best_of_n": 0}
     | {"self_check": True, "min_accuracy": 0.55, "checkpoint_every": 20, "eval_every": 10, "eval_episodes": 256}
     | dict.fromkeys(("model", "prompts", "preferences", "reward_model", "sft", "micro_batch_size", "target_kl")),
+    "dpo_gpt2": CLASSIC  # 2305.18290, appendix B, but for what the built-in task needs
+    | {"prompt_length": 64, "response_length": 24, "temperature": 1.0, "sft_size": 20_000, "sft_learning_rate": 1e-3}
+    | {"num_pairs": 16_000, "soft_labels": False, "fit_batch_size": 32, "batch_size": 64, "learning_rate": 3e-4}
+    | {"anneal_lr": True, "warmup": 0.1, "loss": "sigmoid", "beta": 0.1, "label_smoothing": 0.0}
+    | {"length_normalize": False, "max_grad_norm": 1.0, "self_check": True, "checkpoint_every": 50, "eval_every": 25}
+    | {"eval_episodes": 256}
+    | dict.fromkeys(("model", "prompts", "preferences", "sft", "micro_batch_size", "total_episodes")),
 }
 PUBLISHED["grpo_gpt2"] = {k: v for k, v in PUBLISHED["rlhf_ppo_gpt2"].items() if k not in VALUES} | {
     "task": "opinions",

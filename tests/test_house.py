@@ -17,13 +17,15 @@ from typing import Any
 
 import details
 import pytest
-from conftest import BUDGET, CHOICES, MODULES, ROOT, SCRIPTS, SMALL, TESTS, counting, environment, run, run_small
+from conftest import BUDGET, CHOICES, MODULES, ROOT, SCRIPTS, SMALL, TESTS, TEXTS, counting, environment, run, run_small
 
 ATARI = {*map(str, [*range(1, 23), "S2", "S3"])}
 CONTINUOUS = {*map(str, [*range(1, 14), *range(23, 32), "S2", "S3"])}
 DISCRETE = (CONTINUOUS - {*map(str, [23, 24, 25, 27])}) | {"37", "S1", "S4"}
 LSTM = (DISCRETE - {"26"}) | {*map(str, range(32, 37)), *(f"LSTM-{x}" for x in "abcdefghi")}
 RLHF = {*(f"R{n}" for n in range(1, 32)), *"3 4 5 6 8 9 11 S2 S3".split()}
+DPO = {f"D{n}" for n in (*range(1, 9), *range(10, 23))} | {*"3 4 11 S2".split()}
+DPO |= {f"R{n}" for n in (1, 2, 3, 4, 5, 6, 7, 13, 14, 15, 16, 18, 26, 31)}
 EXPECTED_MARKS = {
     "ppo_atari": ATARI,
     "ppo_continuous": CONTINUOUS,
@@ -31,6 +33,7 @@ EXPECTED_MARKS = {
     "ppo_lstm": LSTM,
     "ppo_penalty": CONTINUOUS - {"8", "9"},  # its objective is the penalised one, its value loss the squared error
     "rlhf_ppo_gpt2": RLHF,
+    "dpo_gpt2": DPO,
 }
 MEANT_TO_DIFFER = {
     "Args": "flags and defaults",
@@ -69,7 +72,27 @@ RLHF_DIFFERS = {  # where texts take the place of environments; in the other scr
     "Run.finish": "models lie there already",
     "parse_args": "presets",
 }
-DIFFERS = {"ppo_discrete": DISCRETE_DIFFERS, "ppo_lstm": LSTM_DIFFERS, "rlhf_ppo_gpt2": RLHF_DIFFERS}
+DPO_DIFFERS = {  # where comparisons take the place of rewards; in the other scripts these are still the same
+    **{name: why for name, why in RLHF_DIFFERS.items() if name != "parse_args"},
+    "Responses": "answers are judged and shown, and no minibatches are made of them",
+    "Task": "comparisons know where their prompt ends",
+    "sft_loss": "reads rows as they are padded, without sharing them out; also what other processes read counts",
+    "update": "one step on pairs",
+    "load_stage": "no reward model",
+    "file_task": "prompts of comparisons, equal answers counted",
+    "fine_tune": "the one stage that is fitted",
+    "annotate": "different answers only, and soft labels",
+    "measure": "pairs, too, and no proxy",
+    "describe": "accuracy on pairs in place of the proxy",
+    "self_check": "neither ratio nor reward model",
+    "Run.report": "health looks at evaluations, too",
+}
+DIFFERS = {
+    "ppo_discrete": DISCRETE_DIFFERS,
+    "ppo_lstm": LSTM_DIFFERS,
+    "rlhf_ppo_gpt2": RLHF_DIFFERS,
+    "dpo_gpt2": DPO_DIFFERS,
+}
 CEILINGS = {  # code tokens of the whole file, and above the heading Plumbing
     "ppo_atari": (5_900, 3_100),
     "ppo_continuous": (6_200, 3_200),
@@ -78,6 +101,7 @@ CEILINGS = {  # code tokens of the whole file, and above the heading Plumbing
     "ppo_penalty": (6_400, 3_400),
     "trpo": (7_300, 4_200),
     "rlhf_ppo_gpt2": (12_000, 6_400),
+    "dpo_gpt2": (8_500, 3_300),
 }
 DENSE = 25  # tokens in a line
 LAYOUT = {
@@ -164,7 +188,7 @@ def test_the_algorithm_comes_first_and_both_are_small(name: str) -> None:
     source = (ROOT / f"{name}.py").read_text()
     lines = source.splitlines()
     above = "\n".join(lines[: heading(lines)])
-    assert "def train(" in above and "def compute_gae(" in above and "def main(" not in above
+    assert "def train(" in above and "_loss(" in above and "def main(" not in above
     tokens = tokens_of_lines(source)
     whole = sum(tokens.values())
     algorithm = sum(count for line, count in tokens.items() if line <= heading(lines))
@@ -185,7 +209,7 @@ def test_no_function_is_long(name: str) -> None:
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_every_mark_stands_above_the_plumbing(name: str) -> None:
     lines = (ROOT / f"{name}.py").read_text().splitlines()
-    below = re.findall(r"\[[RS]?\d+\]", "\n".join(line.partition("#")[2] for line in lines[heading(lines) :]))
+    below = re.findall(r"\[[RSGLD]?\d+\]", "\n".join(line.partition("#")[2] for line in lines[heading(lines) :]))
     assert {*below} <= {"[S2]"}
 
 
@@ -278,7 +302,7 @@ def test_the_command_works(command: str, place: Path) -> None:
     if "FOLDER" in command or "gpt2 " in command.replace("_gpt2", ""):
         run_folder = run_small(name, cwd=place)
         words = [word.replace("runs/FOLDER", str(run_folder)) for word in words]
-        if name == "rlhf_ppo_gpt2":
+        if name in TEXTS:
             shutil.copytree(run_folder / "sft", place / "gpt2", dirs_exist_ok=True)
     flags = words[words.index(script) + 1 :]
     less = [BUDGET[name], "768"] if "--resume" in flags else [] if {"--evaluate", "--help"} & {*flags} else LESS[name]

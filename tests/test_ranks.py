@@ -20,6 +20,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
+import test_dpo as comparisons
 import test_rlhf as answers
 import torch
 import torch.distributed as dist
@@ -55,7 +56,7 @@ def in_processes(check: Callable[[Any], Any], name: str, folder: Path, world: in
     folder.mkdir()
     output = folder / "output"
     status = forked(
-        [__file__, check.__name__, name, str(world)], folder, [output, output], 300, "test_control, test_rlhf"
+        [__file__, check.__name__, name, str(world)], folder, [output, output], 300, "test_control, test_dpo, test_rlhf"
     )
     assert status == 0, output.read_text()
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(world)]
@@ -263,6 +264,32 @@ def test_two_processes_have_the_gradient_of_one_on_texts_of_unequal_length(tmp_p
     for gradient_2, stats_2 in in_processes(gradient_on_texts, "rlhf_ppo_gpt2", tmp_path):
         assert float((gradient_2 - gradient_1).norm() / gradient_1.norm()) < 1e-5
         torch.testing.assert_close(stats_2, stats_1, atol=1e-5, rtol=1e-5)
+
+
+def gradient_on_pairs(module: Any) -> list[torch.Tensor]:
+    """Of fine-tuning on texts of unequal length, and of DPO on an iteration's pairs in two micro-batches each."""
+    reference = answers.gpt2(vocabulary=12)
+    policy = module.copied(comparisons.args(), reference)
+    texts = [x + y for x, (y, _) in zip(answers.PROMPTS, comparisons.ANSWERS, strict=False)][
+        module.RANK :: module.WORLD
+    ]
+    module.sft_loss(comparisons.args(), policy, texts).backward()
+    module.average_gradients(policy)
+    gradients = [torch.cat([p.grad.flatten() for p in policy.parameters()])]
+    pairs = comparisons.pairs_of(answers.gpt2(vocabulary=12, seed=3))
+    optimizer = torch.optim.Adam(policy.parameters(), 1e-3)
+    arguments = comparisons.args(micro_batch_size=2, max_grad_norm=1e9)
+    stats = module.update(arguments, policy, optimizer, pairs, module.pair_batch(5, 0, 8, 1))
+    figures = torch.stack([module.global_mean(x) for x in stats.values()])
+    return [*gradients, torch.cat([p.grad.flatten() for p in policy.parameters()]), figures]
+
+
+@pytest.mark.detail("S2")
+def test_two_processes_have_the_gradient_of_one_on_pairs(tmp_path: Path) -> None:
+    (alone,) = in_processes(gradient_on_pairs, "dpo_gpt2", tmp_path, 1)
+    for both in in_processes(gradient_on_pairs, "dpo_gpt2", tmp_path):
+        for one, mine in zip(alone, both, strict=True):
+            assert float((mine - one).norm() / one.norm()) < 1e-5
 
 
 # ------------------------------------------------------------------------------------ what none of them knows alone

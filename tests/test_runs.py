@@ -24,7 +24,6 @@ from conftest import (
     CHOICES,
     CONTROL,
     ENVS,
-    EPOCHS,
     MODULES,
     PPO,
     ROOT,
@@ -91,6 +90,10 @@ TOTAL = {
     "ppo_atari": 1280,
     **dict.fromkeys(TEXTS, 1920),
 }  # steps of a run that can be stopped half-way; others: 6,400
+ENDLESS: dict[str, list[Any]] = {
+    "dpo_gpt2": [x for flag in ("--batch-size", BUDGET["dpo_gpt2"]) for x in (flag, 10**5)],
+    "grpo_gpt2": ["--inner-steps", 10**6],
+}
 
 
 def launch(name: str, cwd: Path, *flags: Any, session: bool = False) -> Forked:
@@ -164,7 +167,8 @@ def test_an_interrupted_run_is_saved_and_goes_on(name: str, tmp_path: Path, sign
 
 @pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGINT], ids=lambda s: s.name)
 def test_a_second_interrupt_leaves_at_once(name: str, tmp_path: Path, sign: signal.Signals) -> None:
-    process = launch(name, tmp_path, EPOCHS[name], 10**6)  # an iteration that would not end
+    flags = ENDLESS.get(name, ["--update-epochs", 10**6])  # an iteration that would not end
+    process = launch(name, tmp_path, *flags)
     training = "\nstep 0: " if name in TEXTS else "saved every"
     wait_for(process, lambda: training in process.text())
     time.sleep(0.5)
@@ -302,6 +306,20 @@ GRPO_BAD = [
     (["--task", "reverse", "--model", "gpt2", "--prompts", "x", "--preferences", "y"], "--task reverse"),
 ]
 NOT_IN_GRPO = {"--gamma", "--gae-lambda", "--vf-coef", "--update-epochs", "--kl-target", "--kl-horizon"}
+DPO_BAD = [
+    (["--beta", "0"], "--beta 0.0 must be greater than 0"),
+    (["--label-smoothing", "0.5"], "must lie in [0, 0.5)"),
+    (["--label-smoothing", "-0.1"], "--label-smoothing"),
+    (["--warmup", "1.1"], "--warmup"),
+    (["--num-pairs", "0"], "--num-pairs"),
+    (["--model", "m", "--prompts", "x", "--preferences", "y", "--soft-labels"], "--soft-labels"),
+    (["--model", ".", "--prompts", "x", "--preferences", "y"], "it must be the folder of a model"),
+    (["--model", "m", "--prompts", "hf:imdb:train", "--preferences", "y"], "pip install datasets"),
+    *(
+        ([flag, "x"], "--model, --prompts FILE and --preferences FILE need each other")
+        for flag in ("--model", "--prompts", "--preferences")
+    ),
+]
 ATARI_BAD = [
     (["--sticky-actions", "2"], "--sticky-actions"),
     (["--max-episode-frames", "4"], "--max-episode-frames"),
@@ -323,6 +341,9 @@ def test_bad_input_is_one_sentence_status_2_and_nothing_written(name: str, tmp_p
         cases += [(["--env-id", f"{space}Thing-v0"], "module:Id-v0") for space in ("", "nowhere/")]
     if name == "ppo_penalty":
         cases = [*cases, (["--kl-target", "0"], "--kl-target"), (["--beta", "-1"], "--beta")]
+    if name == "dpo_gpt2":
+        fields = {field.replace("_", "-") for field in module.Args.__dataclass_fields__}
+        cases = [case for case in cases if case[0][0][2:] in fields - {"model", "prompts"}] + DPO_BAD
     for flags, words in cases:
         monkeypatch.setattr(sys, "argv", [f"{name}.py", *SMALL[name], *flags])
         with pytest.raises(SystemExit) as caught:
@@ -358,8 +379,8 @@ def test_the_parser_refuses_what_it_cannot_read(name: str, flags: list[str]) -> 
 
 
 def test_the_parser_takes_what_people_type(name: str) -> None:
-    args = MODULES[name].parse_args([BUDGET[name], *"1e6 --num_minibatches 2 --torch_deterministic --no-cuda".split()])
-    assert args.num_minibatches == 2 and not args.cuda
+    args = MODULES[name].parse_args([BUDGET[name], *"1e6 --eval_episodes 2 --torch_deterministic --no-cuda".split()])
+    assert args.eval_episodes == 2 and not args.cuda
     assert getattr(args, BUDGET[name].removeprefix("--").replace("-", "_")) == 10**6
 
 
@@ -393,7 +414,7 @@ def test_a_start_prints_no_warnings_and_the_folder_first_and_last(name: str, tmp
     assert "step 0 to 512 of 512 by 128, saved every" in result.stdout and "Ctrl-C" in result.stdout
     progress = [re.match(r"step ([\d,]+), ", line) for line in lines]
     assert [match[1] for match in progress if match] == ["128", "256", "384", "512"]
-    models = ["policy", "reward_model", "sft"] if name in TEXTS else []
+    models = {**dict.fromkeys(TEXTS, ["policy", "reward_model", "sft"]), "dpo_gpt2": ["policy", "sft"]}.get(name, [])
     files = {path.name.split(".")[0] for path in folder.iterdir()} - {"lock"}
     assert files == {"args", "checkpoint", "events", *models}
     assert json.loads((folder / "args.json").read_text())["seed"] == 1
@@ -467,9 +488,9 @@ def test_resume_refuses_what_would_make_another_run_and_takes_the_rest(name: str
     folder = run_small(name, cwd=tmp_path)
     before = (folder / "checkpoint.pt").read_bytes()
     size = "--num-envs" if name in CONTROL else "--batch-size"
-    refused = run(name, "--resume", folder, "--gamma", 0.9, size, 4, "--seed", 7, cwd=tmp_path)
+    refused = run(name, "--resume", folder, "--learning-rate", 0.9, size, 4, "--seed", 7, cwd=tmp_path)
     assert refused.returncode == 2
-    fields = [size[2:].replace("-", "_"), "gamma", "seed"]
+    fields = [size[2:].replace("-", "_"), "learning_rate", "seed"]
     assert all(field in refused.stderr for field in fields) and "device" not in refused.stderr
     assert (folder / "checkpoint.pt").read_bytes() == before
     longer = run(name, "--resume", folder, BUDGET[name], 768, cwd=tmp_path)
