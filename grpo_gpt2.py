@@ -221,7 +221,7 @@ class Agent(nn.Module):
 
 
 def log_softmax(policy: Any, states: Tensor, temperature: float) -> Tensor:
-    """log π(·|s) [n, V] for states [n, d]: softmax(logits / T) and nothing else [R14] [R15] [G17]."""
+    """log π(·|s) [n, V] for states [n, d]: softmax(logits / T) and nothing else [R14] [R15]."""
     return (policy.lm_head(states).float() / temperature).log_softmax(-1)
 
 
@@ -266,7 +266,7 @@ def sample_responses(args: Args, policy: Any, prompts: Texts, eos: int) -> tuple
         require_finite(logp[:, 0], "a log-probability of the policy")
         step = torch.multinomial(logp.exp(), 1)
         tokens[rows, column] = step[:, 0]
-        mask[rows, column] = True  # [G18] the end, too
+        mask[rows, column] = True
         logprobs[rows, column - columns] = logp.gather(1, step)[:, 0]
         going = (step[:, 0] != eos).nonzero()[:, 0]
         if len(going) < len(rows):  # who has ended leaves the batch
@@ -313,8 +313,8 @@ def group_advantages(returns: Tensor, group_size: int, baseline: str, scale: str
     elif scale == "batch":
         variance = global_mean((groups - global_mean(groups.mean())).square().mean())
         advantages = advantages / (variance.sqrt() + 1e-4)
-    equal = (groups == groups[:, :1]).all(1, keepdim=True)
-    return torch.where(equal, 0.0, advantages).flatten()  # [G4] whatever their mean is rounded to
+    equal = torch.isclose(groups, groups[:, :1]).all(1, keepdim=True)
+    return torch.where(equal, 0.0, advantages).flatten()  # [G4] whatever is rounded
 
 
 class Rollout(NamedTuple):
@@ -432,7 +432,7 @@ def grpo_loss(
     """
     real = responses.real
     old = {name: x[:, : real.shape[1]][real] for name, x in per_token.items()}  # [n]
-    states = agent(responses)
+    states = agent(responses)  # [G18] of all tokens, the end is one; scored as they were drawn [G17]
     new_logprobs, entropy = token_logprobs(agent.policy, states[real], responses.actions[real], args.temperature)
     logratio = new_logprobs - old["logprobs"]  # [G8] both by the same network
     losses = clipped_surrogate(logratio, old["advantages"], args.clip_low, args.clip_high, args.max_ratio)

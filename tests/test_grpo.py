@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import inspect
 import itertools
 import math
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import test_rlhf
 import torch
 from conftest import MODULES, SMALL, scalars
 from test_rlhf import PROMPTS, alone_in_float64, enumerated, gpt2, plain_logprobs
@@ -39,6 +41,91 @@ def train(cwd: Path, *flags: Any) -> Path:
     grpo.train(grpo.parse_args([str(x) for x in (*SMALL["grpo_gpt2"], "--run-dir", cwd / "runs", *flags)]))
     (folder,) = cwd.glob("runs/*")
     return folder
+
+
+# ------------------------------------------------------------------------------------------------ what RLHF has, too
+
+SHARED: list[tuple[str, dict[str, Any]]] = [  # tests of test_rlhf.py, and what they are called with
+    ("test_the_mask_comes_from_lengths_and_not_from_tokens", {}),
+    ("test_the_cache_and_the_padding_do_not_change_what_is_drawn", {}),
+    ("test_long_prompts_keep_their_end_and_short_ones_are_padded", {}),
+    ("test_a_long_prompt_keeps_its_end_and_a_long_answer_its_beginning", {}),
+    ("test_built_in_prompts_end_where_a_clause_may_pause", {}),
+    ("test_strings_are_joined_before_they_become_tokens", {}),
+    ("test_each_pass_uses_every_prompt_once_in_a_new_order", {}),
+    ("test_the_score_is_read_at_the_last_real_token_of_prompt_and_response", {}),
+    ("test_the_new_head_is_normal_with_variance_one_over_width_plus_one", {}),
+    ("test_preferences_follow_bradley_and_terry", {}),
+    ("test_the_two_answers_of_a_pair_are_compared_with_each_other", {}),
+    ("test_accuracy_is_counted_on_pairs_that_were_never_trained_on", {"count": 50, "held_out": 5}),
+    ("test_scores_of_the_start_policy_have_mean_0_and_variance_1", {}),
+    ("test_the_end_is_learnt_and_padding_is_not", {}),
+    ("test_tokens_are_drawn_from_the_whole_softmax_at_its_temperature", {"temperature": 0.7}),
+    ("test_the_first_end_stops_an_answer_and_is_part_of_it", {}),
+    ("test_no_dropout_in_any_mode", {}),
+    ("test_the_judge_weighs_meaning_and_faults", {"text": "it was not good good", "meaning": -1, "faults": 2}),
+    ("test_annotators_prefer_by_gold_and_training_sees_only_their_choices", {}),
+]
+
+
+@pytest.mark.detail("R1")
+@pytest.mark.detail("R2")
+@pytest.mark.detail("R3")
+@pytest.mark.detail("R4")
+@pytest.mark.detail("R5")
+@pytest.mark.detail("R6")
+@pytest.mark.detail("R7")
+@pytest.mark.detail("R8")
+@pytest.mark.detail("R9")
+@pytest.mark.detail("R10")
+@pytest.mark.detail("R11")
+@pytest.mark.detail("R12")
+@pytest.mark.detail("R13")
+@pytest.mark.detail("R14")
+@pytest.mark.detail("R15")
+@pytest.mark.detail("R16")
+@pytest.mark.detail("R18")
+@pytest.mark.detail("R31")
+@pytest.mark.detail("G17")
+@pytest.mark.detail("G18")
+@pytest.mark.detail("G20")
+@pytest.mark.parametrize(("name", "values"), SHARED, ids=lambda x: x if isinstance(x, str) else "")
+def test_what_is_the_text_of_rlhf_does_here_what_it_does_there(
+    name: str, values: dict[str, Any], tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    made = grpo.Agent
+    monkeypatch.setattr(test_rlhf, "rlhf", grpo)
+    monkeypatch.setattr(grpo, "Agent", lambda policy, *_: made(policy))  # without a value
+    test = getattr(test_rlhf, name)
+    given = {"tmp_path": tmp_path, "monkeypatch": monkeypatch, "capsys": capsys} | values
+    if "answered" in inspect.signature(test).parameters:
+        agent = grpo.Agent(gpt2(vocabulary=12))
+        torch.manual_seed(5)
+        responses, _ = grpo.sample_responses(test_rlhf.args(), agent.policy, PROMPTS, 0)
+        assert responses.ended.any() and not responses.ended.all()
+        given["answered"] = agent, None, responses
+    test(**{key: given[key] for key in inspect.signature(test).parameters})
+
+
+@pytest.mark.detail("R19")
+@pytest.mark.detail("G16")
+def test_the_reference_and_the_reward_model_never_move(tmp_path: Path, monkeypatch: Any) -> None:
+    """The KL is that to a reference which is another object than the policy, and stays as it was."""
+    frozen: list[Any] = []
+    original = grpo.Run.stage
+
+    def stage(self: Any, *inputs: Any) -> Any:
+        model = original(self, *inputs)
+        frozen.append((model, copy.deepcopy(model.state_dict())))
+        return model
+
+    monkeypatch.setattr(grpo.Run, "stage", stage)
+    folder = train(tmp_path, "--learning-rate", 0.01, "--kl-in", "loss")
+    assert len(frozen) == 2
+    for model, before in frozen:
+        assert not any(p.requires_grad for p in model.parameters())
+        assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert scalars(folder)["kl/ref"][-1][1] > 0.01
 
 
 # ------------------------------------------------------------------------------------------------ groups
@@ -363,7 +450,7 @@ def rollout_by_hand(arguments: Any, seen: dict[str, Any]) -> list[dict[str, Any]
         base = np.mean(others if arguments.baseline == "rloo" else group)
         std = {"none": 1.0, "group": np.std(group) + 1e-4, "batch": np.std(returns) + 1e-4}[arguments.scale]
         row["advantage"] = (returns[number] - base) / std
-        row["figures"]["charts/dead_groups"] = float(max(group) == min(group))
+        row["figures"]["charts/dead_groups"] = float(np.allclose(group, group[0]))
     return rows
 
 
@@ -457,12 +544,13 @@ def test_two_iterations_of_training_by_hand(double: Any, tmp_path: Path, monkeyp
     grpo.train(arguments)
     assert len(seen) == 2
     moments: dict[str, Tensor] = {}
+    ended: list[float] = []
     t = 0
     for iteration, known in enumerate(seen):
         assert known["lr"] == pytest.approx(0.001 * (1 - iteration / 2)) and len(known["prompts"]) == 4
         with torch.no_grad():
             rows = rollout_by_hand(arguments, known)
-        assert 0 < sum(row["figures"]["charts/ended"] for row in rows) < 12, "all answers end alike"
+        ended += [row["figures"]["charts/ended"] for row in rows]
         for number, row in enumerate(rows):
             lengths = len(row["answer"])
             for name, mine in (("logprobs", row["logprobs"]), ("advantages", [row["advantage"]] * lengths)):
@@ -478,7 +566,7 @@ def test_two_iterations_of_training_by_hand(double: Any, tmp_path: Path, monkeyp
             loss = loss_by_hand(arguments, agent.policy, [rows[i] for i in step["rows"]], figures)
             loss.backward()
             length = math.sqrt(sum(float(p.grad.square().sum()) for p in agent.parameters()))
-            history.setdefault("losses/policy_loss", []).append(float(loss))
+            history.setdefault("losses/policy_loss", []).append(float(loss.detach()))
             history.setdefault("losses/grad_norm", []).append(length)
             for name, x in figures.items():
                 history.setdefault(name, []).append(float(np.mean(x)))
@@ -490,6 +578,7 @@ def test_two_iterations_of_training_by_hand(double: Any, tmp_path: Path, monkeyp
                 moved = known["lr"] * m / (1 - 0.9**t) / ((v / (1 - 0.999**t)).sqrt() + 1e-5)
                 torch.testing.assert_close(new.detach(), p.detach() - moved, atol=1e-7, rtol=1e-6)
         check_figures(known["metrics"], rows, history)
+    assert 0 < sum(ended) < len(ended), "all answers end alike"
     assert abs(float(seen[1]["metrics"]["kl/ref"])) > 0.01, "the policy has not moved"
 
 

@@ -132,6 +132,7 @@ def interrupted(name: str, cwd: Path, sign: signal.Signals) -> tuple[Path, int, 
     return folder, status, process.text()
 
 
+@pytest.mark.detail("G30")
 def test_a_run_killed_and_resumed_equals_one_left_alone(name: str, tmp_path: Path) -> None:
     folder, status, _ = interrupted(name, tmp_path, signal.SIGKILL)
     total = TOTAL.get(name, 6400)
