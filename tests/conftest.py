@@ -27,7 +27,7 @@ CONTROL = [*PPO, "trpo"]  # what plays in environments
 BOXES = [*GAUSSIAN, "trpo"]  # those of them that take continuous actions
 CHOICES = ["ppo_discrete", "ppo_lstm"]  # those that take discrete ones
 ENVS = [*BOXES, *CHOICES]  # those that take environments of Gymnasium
-TEXTS = ["rlhf_ppo_gpt2", "dpo_gpt2"]  # what writes texts
+TEXTS = ["rlhf_ppo_gpt2", "grpo_gpt2", "dpo_gpt2"]  # what writes texts
 SCRIPTS = [*CONTROL, *TEXTS]
 BUDGET = {**dict.fromkeys(CONTROL, "--total-timesteps"), **dict.fromkeys(TEXTS, "--total-episodes")}
 sys.path.insert(0, str(TESTS))  # counting_envs:Trunc-v0
@@ -47,6 +47,8 @@ SMALL: dict[str, list[str]] = {  # flags of a run of a few seconds: 4 iterations
     " --total-timesteps 512".split(),
     "rlhf_ppo_gpt2": "--sft-size 64 --num-pairs 40 --fit-batch-size 32 --min-accuracy 0 --response-length 5"
     " --num-minibatches 2 --update-epochs 1 --total-episodes 512 --eval-episodes 8".split(),
+    "grpo_gpt2": "--sft-size 64 --num-pairs 40 --fit-batch-size 32 --min-accuracy 0 --response-length 5"
+    " --num-minibatches 2 --inner-steps 1 --total-episodes 512 --eval-episodes 8".split(),
     "dpo_gpt2": "--sft-size 64 --num-pairs 40 --fit-batch-size 32 --response-length 5 --batch-size 128"
     " --total-episodes 512 --eval-episodes 8".split(),
 }

@@ -139,8 +139,49 @@ DPO = {
     "D21": "Judged by samples: gold and the KL to the reference",
     "D22": "Log-probabilities of π_ref for what was compared are logged at the start",
 }
-CATALOGUE = PPO | LSTM | TRPO | PENALTY | RLHF | DPO
-NOT_DONE: dict[str, str] = {}  # number -> why no script has it
+GRPO = {
+    "G1": "A group is G answers to one prompt, one after the other; equal prompts are two groups",
+    "G2": "Baseline: the mean of the group; one advantage for all tokens of an answer",
+    "G3": "Advantages divided by a biased std of the group or the batch, by flag",
+    "G4": "Equal returns have advantages of exactly 0",
+    "G5": "Groups of equal returns stay in the loss's denominator",
+    "G6": "Groups have at least two answers",
+    "G7": "A mean that includes the answer shortens the gradient by (G - 1) / G",
+    "G8": "Ratio of each token, both of its log-probabilities by the same network",
+    "G9": "Ratio of a whole answer (GSPO)",
+    "G10": "One step a batch: loss 0 and the clip idle, the gradient's norm shows that it learns",
+    "G11": "Clip ranges below and above apart",
+    "G12": "Ratio bounded where the advantage is negative",
+    "G13": "Loss: mean over tokens, mean of answers' means, or sum over a constant",
+    "G14": "The same loss under micro-batches, processes and padding",
+    "G15": "KL in the loss named by its gradient: k3 forward, ratio·k3 reverse",
+    "G16": "The reference is frozen",
+    "G17": "Sampler and scorer are one distribution",
+    "G18": "The end token is trained",
+    "G19": "Answers that are cut off are scored, less a penalty",
+    "G20": "No dropout anywhere",
+    "G21": "Verifiable answers: the whole answer, nothing around it",
+    "G22": "Several rewards: weighted sum before the baseline",
+    "G23": "Advantages are not whitened again",
+    "G24": "Dead groups drawn again",
+    "G26": "Greedy accuracy and pass@k on held-out prompts",
+    "G27": "Dead groups, clip low and high, lengths that win are logged",
+    "G28": "Step size by the model's size",
+    "G30": "Exact resume: generators restarted in each iteration, prompts by its number",
+    "L1": "RLOO: baseline is the mean of the others",
+    "L2": "k1, summed over the answer, in the return before the baseline",
+    "L3": "An answer is one action: its log-probability is the sum over tokens",
+    "L4": "No division by a std",
+    "L5": "At least two answers to a prompt",
+}
+CATALOGUE = PPO | LSTM | TRPO | PENALTY | RLHF | DPO | GRPO
+NOT_DONE: dict[str, str] = {  # number -> why no script has it
+    "G9": "not done: `--loss-norm` weighs whole answers, ratios are of tokens",
+    "G22": "not done: there is one reward",
+    "G24": "not done: dead groups are logged, so that the share of prompts that teach nothing stays visible",
+    "G26": "evaluations sample: gold of `--task reverse` is pass@1, unbiased",
+    "G28": "not done: `--learning-rate` is that of the built-in tasks",
+}
 ELEMENTS = {  # what has a name instead of a number: script and functions
     "TRPO-surrogate": ("trpo", "surrogate", "update_policy"),
     "TRPO-FVP": ("trpo", "fisher_vector_product", "update_policy"),
@@ -166,6 +207,7 @@ SHORT = {
     "ppo_penalty": "penalty",
     "trpo": "trpo",
     "rlhf_ppo_gpt2": "rlhf",
+    "grpo_gpt2": "grpo",
     "dpo_gpt2": "dpo",
 }
 DIFFERENT = """## What differs from the code that people copy
@@ -186,6 +228,8 @@ DIFFERENT = """## What differs from the code that people copy
 - RLHF: padding is known from lengths and never from token equality, so texts may hold the end token; GPT-2's dropout
   is off; sampling is the whole softmax; the penalty for a missing end is subtracted from the score (published code
   replaces the score); rewards are not whitened unless `--whiten-rewards` asks for it, as a kept mean rewards length.
+- GRPO: no division by a std unless `--scale` asks for it; the KL is k1 in the return, or in the loss ratio·k3, whose
+  gradient is that of KL(π‖π_ref) (published: k3, which pulls along that of KL(π_ref‖π): `--kl-gradient forward`).
 - DPO: a token that spans the joint of prompt and answer belongs to the answer, in both texts of a pair; IPO takes sums
   over tokens as eq. 7 does (some libraries take means: `--length-normalize`); pairs of equal answers are left out.
 - The emulator presses FIRE first and then plays no-ops, 0 to 28 of them (29 in games without FIRE), its own reading
@@ -307,6 +351,13 @@ Numbers as in Huang et al. 2022, "The 37 Implementation Details of Proximal Poli
 After Huang et al. 2023, "The N Implementation Details of RLHF with PPO", and its sequel on summaries of 2024.
 
 {table(RLHF, where, claims)}
+
+## GRPO and RLOO
+
+After arXiv:2402.03300 (GRPO), 2503.20783 (no std, a constant), 2503.14476 (clip high), 2402.14740 (RLOO) and 2510.01555
+(estimators of the KL).
+
+{table(GRPO, where, claims)}
 
 ## DPO
 

@@ -1043,6 +1043,8 @@ def test_one_sample_is_a_batch(name: str, small_args, recwarn: Any) -> None:
     module = MODULES[name]
     small = {"batch_size": 1, "response_length": 1, "total_episodes": 4} if name in TEXTS else {}
     small |= {} if name == "dpo_gpt2" else {"num_minibatches": 1}
+    if name == "grpo_gpt2":
+        small |= {"batch_size": 2, "group_size": 2}  # the smallest group
     args = small_args(
         module, **{"num_envs": 1, "num_steps": 1, "total_timesteps": 4} if name in CONTROL else {}, **small
     )
@@ -1062,7 +1064,7 @@ def begun(module: Any, args: Any) -> Any:
 
 
 SHOWN = {"charts/proxy", "charts/beta", "charts/episodic_return", "kl/ref"}  # what the bar says
-SHOWN |= {"losses/policy_loss", "rewards/accuracy", "rewards/margin"}
+SHOWN |= {"losses/policy_loss", "rewards/accuracy", "rewards/margin", "charts/dead_groups"}
 
 
 @pytest.mark.parametrize("side", ["below", "above"])

@@ -89,6 +89,8 @@ LONG = {
     "trpo": f"{TRIVIAL} --update-epochs 1",
     "rlhf_ppo_gpt2": "--sft-size 64 --num-pairs 40 --min-accuracy 0 --batch-size 8 --num-minibatches 1"
     " --update-epochs 1 --total-episodes 16000 --eval-episodes 8",  # 2,000 updates
+    "grpo_gpt2": "--sft-size 64 --num-pairs 40 --min-accuracy 0 --batch-size 8 --num-minibatches 1"
+    " --inner-steps 1 --total-episodes 16000 --eval-episodes 8",
     "dpo_gpt2": "--sft-size 64 --num-pairs 40 --batch-size 8 --total-episodes 16000 --eval-episodes 8",
 }
 

@@ -48,6 +48,8 @@ COMMON: dict[str, Any] = {  # field -> another value, with what else is needed f
     "eval_episodes": (3, {"evaluate": True}),
     "eval_sample": (False, {"evaluate": True}),
 }
+VALUES = """preset beta_controller kl_target kl_horizon value_model whiten_rewards best_of_n gamma clip_coef clip_vloss
+    vf_coef update_epochs""".split()  # flags of RLHF with PPO that GRPO has no use for
 OWN: dict[str, dict[str, Any]] = {
     "ppo_atari": {
         "env_id": "Breakout",
@@ -131,6 +133,19 @@ OWN: dict[str, dict[str, Any]] = {
         "eval_episodes": 4,
     },
 }
+OWN["grpo_gpt2"] = {k: v for k, v in OWN["rlhf_ppo_gpt2"].items() if k not in VALUES} | {
+    "task": "reverse",
+    "kl_in": "off",
+    "kl_gradient": ("forward", {"kl_in": "loss", "learning_rate": 0.01}),
+    "group_size": 4,
+    "baseline": "rloo",
+    "scale": "batch",
+    "loss_norm": "sequence",
+    "inner_steps": 2,
+    "clip_low": (0.001, {"learning_rate": 0.01}),
+    "clip_high": (0.001, {"learning_rate": 0.01}),
+    "max_ratio": (0.5, {"learning_rate": 0.01}),
+}
 CLASSIC = {"seed": 1, "gamma": 0.99, "gae_lambda": 0.95, "device": "auto", "cuda": True, "torch_deterministic": True}
 CLASSIC |= dict.fromkeys(("compile", "bf16", "track", "capture_video", "save_model"), False)
 CLASSIC |= {"bootstrap_truncated": True, "norm_adv": True, "eval_sample": True, "eval_episodes": 10, "run_dir": "runs"}
@@ -182,6 +197,19 @@ PUBLISHED: dict[
     | {"eval_episodes": 256}
     | dict.fromkeys(("model", "prompts", "preferences", "sft", "micro_batch_size", "total_episodes")),
 }
+PUBLISHED["grpo_gpt2"] = {k: v for k, v in PUBLISHED["rlhf_ppo_gpt2"].items() if k not in VALUES} | {
+    "task": "opinions",
+    "group_size": 8,
+    "baseline": "mean",
+    "scale": "none",
+    "loss_norm": "token",
+    "inner_steps": 4,
+    "clip_low": 0.2,
+    "clip_high": 0.2,
+    "max_ratio": 10.0,
+    "kl_in": "reward",
+    "kl_gradient": "reverse",
+}  # 2402.03300, without the std that 2503.20783 found to favour one-sided prompts
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

@@ -17,6 +17,7 @@ PAIRS = [(mutant, script) for mutant in MUTANTS for script in mutant.scripts.spl
 ONLY = {  # test files that concern some scripts alone
     "test_atari.py": ["ppo_atari"],
     "test_dpo.py": ["dpo_gpt2"],
+    "test_grpo.py": ["grpo_gpt2"],
     "test_discrete.py": ["ppo_discrete", "ppo_lstm"],
     "test_lstm.py": ["ppo_lstm"],
     "test_rlhf.py": ["rlhf_ppo_gpt2"],
@@ -126,7 +127,16 @@ def test_every_detail_of_every_script_has_mutants() -> None:
     for script in SCRIPTS:
         missing = set(details.marks(ROOT / f"{script}.py")) - {m.detail for m, name in PAIRS if name == script}
         assert not missing, f"no mutant in {script}.py for {sorted(missing)}"
-    for detail in [*map(str, range(1, 38)), "S1", "S3", "S4", *ELEMENTS, *details.RLHF, *details.DPO]:
+    for detail in [
+        *map(str, range(1, 38)),
+        "S1",
+        "S3",
+        "S4",
+        *ELEMENTS,
+        *details.RLHF,
+        *details.DPO,
+        *set(details.GRPO) - set(details.NOT_DONE),
+    ]:
         changes = {(mutant.old, mutant.new) for mutant in MUTANTS if mutant.detail == detail}
         assert len(changes) >= 2, f"{detail} has {len(changes)} mutants"
 

@@ -92,7 +92,8 @@ TOTAL = {
     **dict.fromkeys(TEXTS, 1920),
 }  # steps of a run that can be stopped half-way; others: 6,400
 ENDLESS: dict[str, list[Any]] = {
-    "dpo_gpt2": [x for flag in ("--batch-size", BUDGET["dpo_gpt2"]) for x in (flag, 10**5)]
+    "dpo_gpt2": [x for flag in ("--batch-size", BUDGET["dpo_gpt2"]) for x in (flag, 10**5)],
+    "grpo_gpt2": ["--inner-steps", 10**6],
 }
 
 
@@ -132,6 +133,7 @@ def interrupted(name: str, cwd: Path, sign: signal.Signals) -> tuple[Path, int, 
     return folder, status, process.text()
 
 
+@pytest.mark.detail("G30")
 def test_a_run_killed_and_resumed_equals_one_left_alone(name: str, tmp_path: Path) -> None:
     folder, status, _ = interrupted(name, tmp_path, signal.SIGKILL)
     total = TOTAL.get(name, 6400)
@@ -299,6 +301,17 @@ RLHF_BAD = [
     (["--sft", "x"], "--sft needs --model"),
     (["--model", "m", "--prompts", "hf:imdb:train", "--preferences", "y"], "pip install datasets"),
 ]
+GRPO_BAD = [
+    (["--group-size", "1"], "--group-size 1 leaves nothing to compare"),
+    (["--group-size", "0"], "--group-size"),
+    (["--group-size", "3"], "must be a multiple of the 1 processes times --group-size 3"),
+    (["--inner-steps", "0"], "--inner-steps"),
+    (["--clip-low", "1.5"], "--clip-low"),
+    (["--clip-high", "-1"], "--clip-high"),
+    (["--max-ratio", "0"], "--max-ratio"),
+    (["--task", "reverse", "--model", "gpt2", "--prompts", "x", "--preferences", "y"], "--task reverse"),
+]
+NOT_IN_GRPO = {"--gamma", "--gae-lambda", "--vf-coef", "--update-epochs", "--kl-target", "--kl-horizon"}
 DPO_BAD = [
     (["--beta", "0"], "--beta 0.0 must be greater than 0"),
     (["--label-smoothing", "0.5"], "must lie in [0, 0.5)"),
@@ -328,6 +341,8 @@ def test_bad_input_is_one_sentence_status_2_and_nothing_written(name: str, tmp_p
     cases = BAD + [([BUDGET[name], number], BUDGET[name]) for number in ("100", "0", "nan")]
     cases += RLHF_BAD if name in TEXTS else CONTROL_BAD
     cases += (PPO_BAD if name != "trpo" else []) + (ATARI_BAD if name == "ppo_atari" else [])
+    if name == "grpo_gpt2":
+        cases = [case for case in cases if case[0][0] not in NOT_IN_GRPO] + GRPO_BAD
     if name in ENVS:
         cases += [(["--env-id", f"{space}Thing-v0"], "module:Id-v0") for space in ("", "nowhere/")]
     if name == "ppo_penalty":
@@ -406,7 +421,7 @@ def test_a_start_prints_no_warnings_and_the_folder_first_and_last(name: str, tmp
     assert "step 0 to 512 of 512 by 128, saved every" in result.stdout and "Ctrl-C" in result.stdout
     progress = [re.match(r"step ([\d,]+), ", line) for line in lines]
     assert [match[1] for match in progress if match] == ["128", "256", "384", "512"]
-    models = {"rlhf_ppo_gpt2": ["policy", "reward_model", "sft"], "dpo_gpt2": ["policy", "sft"]}.get(name, [])
+    models = {**dict.fromkeys(TEXTS, ["policy", "reward_model", "sft"]), "dpo_gpt2": ["policy", "sft"]}.get(name, [])
     files = {path.name.split(".")[0] for path in folder.iterdir()} - {"lock"}
     assert files == {"args", "checkpoint", "events", *models}
     assert json.loads((folder / "args.json").read_text())["seed"] == 1
