@@ -755,7 +755,7 @@ def test_the_self_check_names_what_is_not_the_reference(tmp_path: Path, monkeypa
 def test_health_says_once_what_is_usual_and_what_is_not(tmp_path: Path, capsys: Any) -> None:
     """Chosen answers that get rarer; margins that only hard labels ask for; a policy that has left its reference."""
     fine = {"rewards/chosen": -0.5, "rewards/margin": 2.0, "eval/kl_ref": 3.0, "eval/ended": 0.99}
-    odd = {"rewards/chosen": [-2.0], "rewards/margin": [10.5, -3.0], "eval/kl_ref": [40.0, -3.0], "eval/ended": [0.2]}
+    odd = {"rewards/chosen": [-2.5], "rewards/margin": [10.5, -3.0], "eval/kl_ref": [40.0, -3.0], "eval/ended": [0.2]}
     assert {name for name, *_ in dpo.HEALTHY} == set(fine)
     for name, low, high, meaning in dpo.HEALTHY:
         assert low <= fine[name] <= high and meaning
