@@ -546,6 +546,17 @@ def test_the_judge_of_dpo_is_that_of_rlhf() -> None:
         assert dpo.judge(text, True) == RLHF.judge(text, True) and dpo.judge(text, False) == RLHF.judge(text, False)
 
 
+def test_the_built_in_model_and_grammar_are_those_of_rlhf() -> None:
+    tasks = [module.load_task(module.Args(sft_size=10), CPU) for module in (dpo, RLHF)]
+    (words, config), (other_words, other_config) = [
+        (task.tokenizer.get_vocab(), policy.config.to_dict()) for task, policy in tasks
+    ]
+    assert words == other_words and tasks[0][0].tokenizer.pad_token == "<pad>"
+    for key in "vocab_size n_positions n_embd n_layer n_head activation_function eos_token_id".split():
+        assert config[key] == other_config[key], key
+    assert all(getattr(dpo, name) == getattr(RLHF, name) for name in ("WORDS", "FOLLOWS", "MEANING"))
+
+
 @pytest.mark.detail("R13")
 def test_the_end_is_learnt_and_padding_is_not() -> None:
     model, samples = gpt2(), [[5, 6, 7, 0], [9, 0], [1, 2, 3, 4, 5, 0]]
