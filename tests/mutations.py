@@ -607,7 +607,7 @@ MUTANTS = [
     M("G15", GRPO, "the ratio turned round", "(-ref_logratio).expm1() + ref_logratio", "ref_logratio.expm1() - ref_logratio"),
     M("G15", GRPO, "the sign turned round", "losses = losses + args.beta * kl_penalty", "losses = losses - args.beta * kl_penalty"),
     M("G16", GRPO, "the reference follows the policy", "        gains = advantages *", "        reference.load_state_dict(agent.policy.state_dict())\n        gains = advantages *"),
-    M("G16", GRPO, "the policy is the reference itself", "Agent(copy.deepcopy(reference), args.bf16)", "Agent(reference, args.bf16)"),
+    M("G16", GRPO, "the policy is the reference itself", "Agent(copy.deepcopy(reference), args.bf16)", "Agent(reference, args.bf16)", crash="what is frozen has no gradient"),
     M("G17", GRPO, "drawn at temperature 1", "out.last_hidden_state[:, -1].float(), args.temperature)", "out.last_hidden_state[:, -1].float(), 1.0)"),
     M("G17", GRPO, "sampled tokens see the prompt's padding", '{"attention_mask": seen[:, None, None], "position_ids"', '{"attention_mask": torch.ones_like(seen)[:, None, None], "position_ids"'),
     M("G18", GRPO, "the end is no part of the answer", "mask[rows, column] = True", "mask[rows, column] = step[:, 0] != eos"),
@@ -636,5 +636,5 @@ MUTANTS = [
     M("L4", GRPO, "a std unasked", 'if scale == "group":', 'if scale != "batch":'),
     M("L4", GRPO, "a std by default", '"batch"] = "none"', '"batch"] = "group"'),
     M("L5", GRPO, "others are never fewer than two", "advantages * group_size / (group_size - 1)", "advantages * group_size / max(2, group_size - 1)"),
-    M("L5", GRPO, "pairs have no advantage", "equal = torch.isclose(groups, groups[:, :1])", "equal = torch.isclose(groups, groups[:, :1]) | (group_size == 2)"),
+    M("L5", GRPO, "pairs have no advantage", "groups[:, :1]).all(1, keepdim=True)", "groups[:, :1]).all(1, keepdim=True) | (group_size == 2)"),
 ]  # fmt: skip

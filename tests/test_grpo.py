@@ -520,7 +520,11 @@ HAND = [
 
 @pytest.mark.detail("G1")
 @pytest.mark.detail("G2")
+@pytest.mark.detail("G8")
+@pytest.mark.detail("G10")
 @pytest.mark.detail("G13")
+@pytest.mark.detail("G14")
+@pytest.mark.detail("G15")
 @pytest.mark.detail("G17")
 @pytest.mark.detail("G18")
 @pytest.mark.detail("G19")
