@@ -685,6 +685,7 @@ def test_what_a_run_logs_saves_and_shows(tmp_path: Path, monkeypatch: Any, capsy
     policy, sft = (AutoModelForCausalLM.from_pretrained(folder / name) for name in ("policy", "sft"))
     saved = torch.load(folder / "checkpoint.pt", weights_only=True)
     assert saved["optimizer"]["param_groups"][0]["eps"] == 1e-5
+    assert saved["scores"] == pytest.approx([x for _, x in logged["rewards/accuracy"]])
     state = saved["agent"]
     assert all(torch.equal(value, state[key]) for key, value in policy.state_dict().items())
     assert not torch.equal(policy.lm_head.weight, sft.lm_head.weight)
