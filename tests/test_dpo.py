@@ -231,7 +231,7 @@ def task_of_files(tmp_path: Path, tokenizer: Any, prompts: list[str], pairs: lis
 @pytest.mark.detail("D12")
 @pytest.mark.detail("R6")
 @pytest.mark.detail("R13")
-def test_strings_are_joined_and_the_prompt_ends_where_its_own_tokens_do(tmp_path: Path) -> None:
+def test_strings_are_joined_and_the_prompt_ends_where_its_own_tokens_do(tmp_path: Path, capsys: Any) -> None:
     """With a token for what arises only at the joint, which belongs to the answer, in both texts alike."""
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
@@ -242,6 +242,7 @@ def test_strings_are_joined_and_the_prompt_ends_where_its_own_tokens_do(tmp_path
     rows = [("ca", "b", "c"), ("ca", "cb", "ca<end>"), ("ca", "c", "b")] * 4
     task = task_of_files(tmp_path, tokenizer, ["ca", "cb"], rows)
     first, second = task.comparisons[:2]
+    assert not capsys.readouterr().err  # nothing is cut or left out
     assert first == ([3, 1], [3, 4, 0], [3, 1, 3, 0], 1.0)
     assert second == ([3, 1], [3, 1, 3, 2, 0], [3, 1, 3, 1, 0], 1.0)
     pairs = dpo.pad_pairs(task.comparisons[:3], CPU)
@@ -685,6 +686,7 @@ def test_what_a_run_logs_saves_and_shows(tmp_path: Path, monkeypatch: Any, capsy
     policy, sft = (AutoModelForCausalLM.from_pretrained(folder / name) for name in ("policy", "sft"))
     saved = torch.load(folder / "checkpoint.pt", weights_only=True)
     assert saved["optimizer"]["param_groups"][0]["eps"] == 1e-5
+    assert saved["scores"] == pytest.approx([x for _, x in logged["rewards/accuracy"]])
     state = saved["agent"]
     assert all(torch.equal(value, state[key]) for key, value in policy.state_dict().items())
     assert not torch.equal(policy.lm_head.weight, sft.lm_head.weight)
