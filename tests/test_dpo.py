@@ -546,6 +546,17 @@ def test_the_judge_of_dpo_is_that_of_rlhf() -> None:
         assert dpo.judge(text, True) == RLHF.judge(text, True) and dpo.judge(text, False) == RLHF.judge(text, False)
 
 
+def test_the_built_in_model_and_grammar_are_those_of_rlhf() -> None:
+    tasks = [module.load_task(module.Args(sft_size=10), CPU) for module in (dpo, RLHF)]
+    (words, config), (other_words, other_config) = [
+        (task.tokenizer.get_vocab(), policy.config.to_dict()) for task, policy in tasks
+    ]
+    assert words == other_words and tasks[0][0].tokenizer.pad_token == "<pad>"
+    for key in "vocab_size n_positions n_embd n_layer n_head activation_function eos_token_id".split():
+        assert config[key] == other_config[key], key
+    assert all(getattr(dpo, name) == getattr(RLHF, name) for name in ("WORDS", "FOLLOWS", "MEANING"))
+
+
 @pytest.mark.detail("R13")
 def test_the_end_is_learnt_and_padding_is_not() -> None:
     model, samples = gpt2(), [[5, 6, 7, 0], [9, 0], [1, 2, 3, 4, 5, 0]]
@@ -755,7 +766,7 @@ def test_the_self_check_names_what_is_not_the_reference(tmp_path: Path, monkeypa
 def test_health_says_once_what_is_usual_and_what_is_not(tmp_path: Path, capsys: Any) -> None:
     """Chosen answers that get rarer; margins that only hard labels ask for; a policy that has left its reference."""
     fine = {"rewards/chosen": -0.5, "rewards/margin": 2.0, "eval/kl_ref": 3.0, "eval/ended": 0.99}
-    odd = {"rewards/chosen": [-2.0], "rewards/margin": [10.5, -3.0], "eval/kl_ref": [40.0, -3.0], "eval/ended": [0.2]}
+    odd = {"rewards/chosen": [-2.5], "rewards/margin": [10.5, -3.0], "eval/kl_ref": [40.0, -3.0], "eval/ended": [0.2]}
     assert {name for name, *_ in dpo.HEALTHY} == set(fine)
     for name, low, high, meaning in dpo.HEALTHY:
         assert low <= fine[name] <= high and meaning
