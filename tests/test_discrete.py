@@ -1,5 +1,6 @@
 """Where actions are choices: masks from environment to gradient, components, offsets, a clip range that falls."""
 
+import importlib
 import itertools
 import math
 from collections import Counter
@@ -10,7 +11,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from conftest import CHOICES, MODULES, SMALL, of_rows
+from conftest import CHOICES, MODULES, ROOT, SMALL, of_rows
 from counting_envs import Masked
 from gymnasium import spaces
 from test_control import batch_of, folder, watch
@@ -380,3 +381,23 @@ def test_a_masked_task_is_learned_to_its_optimum_without_an_invalid_action(
     metrics = discrete.train(args)
     scores = discrete.evaluate(discrete.parse_args(["--evaluate", str(folder(args)), "--no-eval-sample"]))
     assert Masked.invalid == 0 and metrics["episodic_return"] > 9.5 and np.mean(scores) > 9.8
+
+
+@pytest.mark.slow
+@pytest.mark.detail("S4")
+def test_the_example_of_a_masked_environment_is_played_by_its_rules_and_learned(tmp_path: Path, monkeypatch) -> None:
+    """Whoever takes at random against one that does so wins every second game, whoever knows the game nearly all."""
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    nim = importlib.import_module("nim")
+    left = []
+    step = nim.Nim.step
+
+    def watched(env: Any, action: int) -> Any:
+        left.append(env.matches - action - 1)
+        return step(env, action)
+
+    monkeypatch.setattr(nim.Nim, "step", watched)
+    module = MODULES["ppo_discrete"]
+    flags = "--env-id nim:Nim-v0 --total-timesteps 30720 --learning-rate 2.5e-3 --checkpoint-every 0".split()
+    metrics = module.train(module.parse_args([*flags, "--run-dir", str(tmp_path)]))
+    assert min(left) == 0 and metrics["episodic_return"] > 0.9
