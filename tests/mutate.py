@@ -73,14 +73,15 @@ EQUIVALENT.append(
         SQUARED,
     )
 )
-EQUIVALENT.append(
+EQUIVALENT += [
     (
-        "rlhf_ppo_gpt2",
+        script,
         "taken = logp.gather(-1, actions[:, None]).squeeze(-1)",
         "taken = logp.gather(-1, actions[:, None]).squeeze(1)",
         "what is gathered has two dimensions, so the last one is 1",
     )
-)
+    for script in ("rlhf_ppo_gpt2", "grpo_gpt2")
+]
 EQUIVALENT += [
     (
         script,
@@ -88,7 +89,10 @@ EQUIVALENT += [
         f'("losses/entropy", 0.01, {moved}, "the policy hardly explores any more; raise {flag}"),',
         "no bound: an entropy is at most the logarithm of the number of actions",
     )
-    for script, bound, flag in (*((name, "1e6", "--ent-coef") for name in CHOICES), ("rlhf_ppo_gpt2", "1e9", "--beta"))
+    for script, bound, flag in (
+        *((name, "1e6", "--ent-coef") for name in CHOICES),
+        *((name, "1e9", "--beta") for name in ("rlhf_ppo_gpt2", "grpo_gpt2")),
+    )
     for moved in (float(bound) + 1, float(bound) * 2)
 ]
 

@@ -580,6 +580,8 @@ MUTANTS = [
     M("G3", GRPO, "an unbiased std", "groups.std(1, correction=0, keepdim=True)", "groups.std(1, keepdim=True)"),
     M("G3", GRPO, "divided by the variance", "variance.sqrt() + 1e-4", "variance + 1e-4"),
     M("G3", GRPO, "the batch's std is the groups'", "(groups - global_mean(groups.mean())).square().mean()", "advantages.square().mean()"),
+    M("G3", GRPO, "each process has a std of its own", "variance = global_mean((groups - global_mean(groups.mean())).square().mean())", "variance = groups.var(correction=0)"),
+    M("G14", GRPO, "each process counts its own tokens", "tokens = global_mean(responses.real[index].sum().float())", "tokens = responses.real[index].sum().float()"),
     M("G4", GRPO, "what is rounded is an advantage", "return torch.where(equal, 0.0, advantages).flatten()", "return advantages.flatten()"),
     M("G4", GRPO, "only zeros are equal", "torch.isclose(groups, groups[:, :1])", "(groups == 0)"),
     M("G5", GRPO, "dead groups are left out of the mean", "losses * old[\"weights\"]).mean()", "losses * old[\"weights\"]).sum() / old[\"advantages\"].count_nonzero()"),

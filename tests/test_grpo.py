@@ -622,11 +622,11 @@ def test_groups_close_the_gap_to_the_best_regularised_reward(changes: dict[str, 
 
     best, start = beta * float((log_ref + rewards / beta).logsumexp(0)), objective()
     score = lambda responses: torch.tensor([float(rewards[places[tuple(text[1:])]]) for text in responses.texts()])
-    arguments = args(response_length=3, missing_eos_penalty=0.0, num_minibatches=4, inner_steps=4, beta=beta, **changes)
+    arguments = args(response_length=3, missing_eos_penalty=0.0, num_minibatches=2, inner_steps=3, beta=beta, **changes)
     optimizer = torch.optim.Adam(agent.parameters(), 1e-3, eps=1e-5)
     torch.manual_seed(0)
     for i in range(60):
-        optimizer.param_groups[0]["lr"] = 2e-3 * (1 - i / 60)
+        optimizer.param_groups[0]["lr"] = 4e-3 * (1 - i / 60)
         drawn = grpo.rollout(arguments, agent, reference, score, [[1]] * 256, 0)
         returns = drawn.figures["charts/episodic_return"]
         advantages = grpo.group_advantages(returns, 8, arguments.baseline, "none")

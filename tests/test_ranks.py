@@ -3,6 +3,7 @@
 What needs no launcher runs in processes forked from one that has imported all: this file is their program, too.
 """
 
+import copy
 import dataclasses
 import datetime
 import json
@@ -288,6 +289,42 @@ def gradient_on_pairs(module: Any) -> list[torch.Tensor]:
 def test_two_processes_have_the_gradient_of_one_on_pairs(tmp_path: Path) -> None:
     (alone,) = in_processes(gradient_on_pairs, "dpo_gpt2", tmp_path, 1)
     for both in in_processes(gradient_on_pairs, "dpo_gpt2", tmp_path):
+        for one, mine in zip(alone, both, strict=True):
+            assert float((mine - one).norm() / one.norm()) < 1e-5
+
+
+def gradient_on_groups(module: Any) -> list[torch.Tensor]:
+    """Of GRPO on groups of two answers of unequal length, with each normaliser of the loss, and what is logged."""
+    agent = module.Agent(answers.gpt2(vocabulary=12))
+    torch.manual_seed(5)
+    arguments = module.Args(response_length=6, num_minibatches=1, inner_steps=1, max_grad_norm=1e9, kl_in="loss")
+    responses, _ = module.sample_responses(arguments, agent.policy, answers.PROMPTS, 0)
+    returns, tokens = torch.randn(8), torch.randn(2, *responses.real.shape)
+    mine = torch.arange(8).view(4, 2)[module.RANK :: module.WORLD].flatten()  # whole groups
+    advantages = module.group_advantages(returns[mine], 2, "mean", "batch")
+    everyone = [module.global_mean(x) for x in (advantages.abs().mean(), advantages.square().mean())]
+    found = [torch.stack(everyone)]
+    part = responses.rows(mine)
+    shares = {
+        name: x[mine][:, : part.real.shape[1]] for name, x in zip(("logprobs", "ref_logprobs"), tokens, strict=True)
+    }
+    shares["advantages"] = advantages[:, None] * part.real
+    for norm in ("token", "sequence", "constant"):
+        copied = copy.deepcopy(agent)
+        optimizer = torch.optim.Adam(copied.parameters(), 1e-3)
+        norms = dataclasses.replace(arguments, loss_norm=norm)
+        (stats,) = module.update(norms, copied, optimizer, part, shares)
+        found += [torch.cat([p.grad.flatten() for p in copied.parameters()]), torch.stack([*stats.values()])]
+    return found
+
+
+@pytest.mark.detail("S2")
+@pytest.mark.detail("G3")
+@pytest.mark.detail("G13")
+@pytest.mark.detail("G14")
+def test_two_processes_have_the_gradient_of_one_on_groups(tmp_path: Path) -> None:
+    (alone,) = in_processes(gradient_on_groups, "grpo_gpt2", tmp_path, 1)
+    for both in in_processes(gradient_on_groups, "grpo_gpt2", tmp_path):
         for one, mine in zip(alone, both, strict=True):
             assert float((mine - one).norm() / one.norm()) < 1e-5
 
