@@ -59,6 +59,7 @@ SHARED: list[tuple[str, dict[str, Any]]] = [  # tests of test_rlhf.py, and what 
     ("test_the_two_answers_of_a_pair_are_compared_with_each_other", {}),
     ("test_accuracy_is_counted_on_pairs_that_were_never_trained_on", {"count": 50, "held_out": 5}),
     ("test_scores_of_the_start_policy_have_mean_0_and_variance_1", {}),
+    ("test_fitting_uses_each_sample_once_in_a_random_order_with_falling_steps", {}),
     ("test_the_end_is_learnt_and_padding_is_not", {}),
     ("test_tokens_are_drawn_from_the_whole_softmax_at_its_temperature", {"temperature": 0.7}),
     ("test_the_first_end_stops_an_answer_and_is_part_of_it", {}),
