@@ -22,11 +22,11 @@ class Nim(gymnasium.Env):
         return self.matches, self.valid()
 
     def step(self, action: int) -> tuple[int, float, bool, bool, dict[str, Any]]:
-        self.matches -= action + 1
+        self.matches -= int(action) + 1
         won = self.matches == 0
         if not won:  # the other one takes what it likes
-            self.matches -= self.np_random.integers(1, min(3, self.matches) + 1)
-        return int(self.matches), float(won), bool(self.matches == 0), False, self.valid()
+            self.matches -= int(self.np_random.integers(1, min(3, self.matches) + 1))
+        return self.matches, float(won), self.matches == 0, False, self.valid()
 
 
-gymnasium.register("Nim-v0", Nim)
+gymnasium.register("Nim-v0", "nim:Nim")
