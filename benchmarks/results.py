@@ -169,6 +169,9 @@ def digest(folder: Path, spec: Spec) -> tuple[dict[str, Any], pd.DataFrame]:
         "last_100": float(np.mean([point.value for point in events["return"][-100:]])),
         "seconds": round(float(gaps.sum())),
         "steps": int(steps[-1]),
+        "commit": subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
+        ).stdout.strip(),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         "versions": {"python": platform.python_version()}
         | {name: importlib.metadata.version(name) for name in PACKAGES},
