@@ -384,7 +384,6 @@ def test_a_masked_task_is_learned_to_its_optimum_without_an_invalid_action(
 
 
 @pytest.mark.slow
-@pytest.mark.detail("S4")
 def test_the_example_of_a_masked_environment_is_played_by_its_rules_and_learned(tmp_path: Path, monkeypatch) -> None:
     """Whoever takes at random against one that does so wins every second game, whoever knows the game nearly all."""
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
